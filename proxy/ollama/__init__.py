@@ -1,1 +1,1 @@
-"""TODO"""
+"""The front: Ollama's HTTP API for models that llama-server processes run."""

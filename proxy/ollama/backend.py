@@ -1,0 +1,191 @@
+"""What the front asks of the rest of kvbus: models, turns, and somebody who counts.
+
+Rules:
+1. The front knows no runner, slot or store. It names a model, hands over the exact
+   token ids of the prompt, and reads events.
+2. A turn is one exclusive use of one slot. Leaving its context frees the slot,
+   however it is left: finished, failed or cancelled.
+3. Nothing here raises but `UpstreamError` (the runner refused) and its child
+   `RunnerGone` (the runner died, or its answer broke off).
+4. An observer never raises and never waits.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxy.llamacpp.gguf_facts import ModelFacts
+
+TokenIds = NDArray[np.int32]
+"""Token ids of one sequence, shape [num_tokens], special tokens included."""
+
+
+class ServedModel(Protocol):
+    """One model under its name, with the runners that serve it."""
+
+    @property
+    def name(self) -> str:
+        """Full name with its tag, as in `smollm2:135m`."""
+        ...
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What the model file says about itself."""
+        ...
+
+    @property
+    def context_tokens(self) -> int:
+        """How many tokens, prompt and reply together, one slot holds."""
+        ...
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]
+    ) -> str:
+        """Render messages by the model's chat template (`/apply-template`).
+
+        `extra` goes into the same body (`tools`, `chat_template_kwargs`, ...).
+        Raises UpstreamError.
+        """
+        ...
+
+    async def tokenize(self, text: str) -> TokenIds:
+        """Tell the ids that the runner would evaluate for `text` as a prompt.
+
+        Special tokens are added and parsed. Raises UpstreamError.
+        """
+        ...
+
+
+class Catalog(Protocol):
+    """The models that this process serves."""
+
+    def resolve(self, name: str) -> ServedModel | None:
+        """Find a model; case is ignored, and `x` is `x:latest`."""
+        ...
+
+    def models(self) -> Sequence[ServedModel]:
+        """All models, one entry per full name."""
+        ...
+
+    def is_running(self, model: ServedModel) -> bool:
+        """Whether a runner of this model is loaded now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseOptions:
+    """How far one request takes part in sharing KV."""
+
+    namespace: str = ""
+    """Requests of different namespaces never share KV. Never logged."""
+    read: bool = True
+    """Whether stored KV may be restored for it."""
+    write: bool = True
+    """Whether KV that it makes may be stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRequest:
+    """One prompt to be continued by a model."""
+
+    model: ServedModel
+    token_ids: TokenIds
+    body: Mapping[str, Any]
+    """llama-server's `/completion` body, less what the turn source decides itself:
+    `prompt`, `id_slot`, `cache_prompt`, `stream`, `return_tokens`."""
+    route: str
+    """`/api/chat` and the like: a label for metrics."""
+    reuse: ReuseOptions
+
+
+class Turn(Protocol):
+    """A turn that holds its slot, with what was decided about reuse."""
+
+    @property
+    def request_id(self) -> str:
+        """Short, unique, safe in a header and in a log."""
+        ...
+
+    @property
+    def decision(self) -> str:
+        """What was done before the prefill, in one word."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why, in one short label."""
+        ...
+
+    @property
+    def restored_tokens(self) -> int:
+        """How many tokens were brought back from the store."""
+        ...
+
+    @property
+    def load_seconds(self) -> float:
+        """How long the turn waited for a runner to be loaded (not for a slot)."""
+        ...
+
+    def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield llama-server's `/completion` events; the last has `stop: true`.
+
+        Raises UpstreamError (before the first event) and RunnerGone (any time).
+        """
+        ...
+
+
+class TurnSource(Protocol):
+    """Where turns come from."""
+
+    def turn(self, request: TurnRequest) -> AbstractAsyncContextManager[Turn]:
+        """Wait for a slot, bring back what is worth it; commit and free at exit.
+
+        Cancelling the task frees the slot at once. Raises UpstreamError.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutcome:
+    """What became of one generating request. Holds no text of it."""
+
+    route: str
+    model: str
+    """Full name of the model served; empty where none was found."""
+    status: int
+    """Status sent, 499 where the client left before the end."""
+    error: str
+    """`""`, or the class of what went wrong."""
+    done_reason: str
+    """`stop`, `length`, `load`, `unload`; empty where the turn did not end."""
+    request_id: str
+    decision: str
+    reason: str
+    restored_tokens: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens that the engine confirmed it did not evaluate."""
+    num_decoded_tokens: int
+    first_token_seconds: float | None
+    """From the receipt of the request to the first text; None without any."""
+    total_seconds: float
+
+
+class RequestObserver(Protocol):
+    """Whoever counts requests and writes the line per request."""
+
+    def started(self, route: str) -> None:
+        """Note a generating request that has arrived."""
+        ...
+
+    def first_token(self, route: str, *, model: str, seconds: float) -> None:
+        """Note the first text of a reply, so long after the request's receipt."""
+        ...
+
+    def finished(self, outcome: RequestOutcome) -> None:
+        """Note the end of a request; called once for each `started`."""
+        ...
