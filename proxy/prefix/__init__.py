@@ -1,1 +1,1 @@
-"""TODO"""
+"""From text to block keys: incremental tokenization and chained block hashes."""

@@ -1,0 +1,82 @@
+"""What must be equal for the KV of one runner to be right in another.
+
+Rules:
+1. Everything that changes K or V rows is in: model content (tokenizer, architecture
+   and RoPE metadata are part of it), KV types and layout, engine build, every flag
+   of the engine that is not known to be harmless, block size, namespace.
+2. What the composer adapts or what only changes speed is not: number of slots and
+   streams, context size, batch sizes, threads, GPU layers.
+3. Fields are named and length-prefixed, so that no two sets of fields collide.
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+from proxy.blocks import Fingerprint
+
+HARMLESS_FLAGS: Mapping[str, int] = {
+    # flag -> values that follow it
+    "-m": 1, "--model": 1, "-a": 1, "--alias": 1, "--host": 1, "--port": 1,
+    "-c": 1, "--ctx-size": 1, "-np": 1, "--parallel": 1, "-b": 1, "--batch-size": 1,
+    "-ub": 1, "--ubatch-size": 1, "-t": 1, "--threads": 1, "-tb": 1,
+    "--threads-batch": 1, "--threads-http": 1, "-ngl": 1, "--gpu-layers": 1,
+    "--n-gpu-layers": 1, "--slot-save-path": 1, "--cache-ram": 1, "-cram": 1,
+    "--slots": 0, "--no-slots": 0, "--metrics": 0, "--props": 0, "--no-webui": 0,
+    "--webui": 0, "--no-ui": 0, "--offline": 0, "--jinja": 0, "--no-jinja": 0,
+    "--chat-template": 1, "--chat-template-file": 1, "--log-disable": 0,
+    "--log-verbosity": 1, "-lv": 1, "-v": 0, "--verbose": 0, "--log-file": 1,
+    "--log-colors": 1, "--log-timestamps": 0, "--no-log-timestamps": 0,
+    "--log-prefix": 0, "--no-log-prefix": 0, "--parent-fd": 1, "--timeout": 1,
+    "-to": 1, "--no-kv-unified": 0, "--kv-unified": 0, "-kvu": 0, "-no-kvu": 0,
+    "--no-cache-idle-slots": 0, "--cache-idle-slots": 0, "--cont-batching": 0,
+    "-cb": 0, "--mlock": 0, "--no-mmap": 0, "--mmap": 0, "--load-mode": 1,
+    "--slot-prompt-similarity": 1, "-sps": 1, "--ctx-checkpoints": 1,
+    "--no-context-shift": 0, "--context-shift": 0, "--keep": 1, "--no-warmup": 0,
+    "--warmup": 0, "--seed": 1, "-s": 1, "--temp": 1, "--reasoning-format": 1,
+    "--prio": 1, "--numa": 1, "--sse-ping-interval": 1, "--api-key": 1,
+    # told by the probed state file
+    "-fa": 1, "--flash-attn": 1, "-ctk": 1, "--cache-type-k": 1, "-ctv": 1,
+    "--cache-type-v": 1,
+}  # fmt: skip
+
+
+def kv_flags(arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the flags of a llama-server command line that may change KV.
+
+    `arguments` is the command line without the program. Unknown flags count: better
+    a miss than a wrong hit.
+    """
+    found: list[str] = []
+    i = 0
+    while i < len(arguments):
+        name, has_value, _ = arguments[i].partition("=")
+        values = HARMLESS_FLAGS.get(name)
+        if values is None:
+            found.append(arguments[i])
+            i += 1
+        else:
+            i += 1 if has_value else 1 + values
+    return tuple(found)
+
+
+def fingerprint(fields: Mapping[str, bytes | str | int]) -> Fingerprint:
+    """Digest named fields; their order does not matter."""
+    digest = blake2b(digest_size=32, person=b"kvbus-fp-1")
+    for name in sorted(fields):
+        value = fields[name]
+        data = value if isinstance(value, bytes) else str(value).encode()
+        for part in (name.encode(), data):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+    return Fingerprint(digest.digest())
+
+
+def default_block_size(kv_bytes_per_token: int) -> int:
+    """Return the smallest power of two from 16 to 256 with 1 MiB or more a block.
+
+    Objects of 0.5 to 4 MiB move best; a restore recomputes up to a block less one.
+    """
+    size = 16
+    while size < 256 and size * kv_bytes_per_token < 1 << 20:
+        size *= 2
+    return size
