@@ -130,7 +130,7 @@ class LlamaServerClient:
             async with self._http.stream(
                 "POST",
                 path,
-                content=orjson.dumps(body),
+                content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
                 headers={"Content-Type": "application/json"},
                 timeout=httpx.Timeout(None, connect=CONTROL_TIMEOUT_SECONDS),
             ) as response:

@@ -89,9 +89,7 @@ class PrefixTokenizer:
         for match in self._pattern.finditer(text):
             digest.update(text[start : match.end()].encode("utf-8", "surrogatepass"))
             start = match.end()
-            marks.append(
-                _Mark(start, self._ids[match.group()], digest.copy().digest())
-            )
+            marks.append(_Mark(start, self._ids[match.group()], digest.copy().digest()))
         return marks
 
     def _longest_known(
@@ -141,9 +139,7 @@ class PrefixTokenizer:
         while self._remembered_bytes > MAX_REMEMBERED_BYTES and len(self._texts) > 1:
             self._forget_oldest()
 
-    def _token_ends(
-        self, marks: list[_Mark], token_ids: TokenIds
-    ) -> list[int] | None:
+    def _token_ends(self, marks: list[_Mark], token_ids: TokenIds) -> list[int] | None:
         """Return how many ids lie up to each mark; None where they do not line up."""
         places = np.flatnonzero(np.isin(token_ids, self._all_ids))
         expected = np.array([mark.token_id for mark in marks], dtype=np.int32)
@@ -174,9 +170,7 @@ def _pattern(texts: dict[str, int]) -> re.Pattern[str] | None:
 
 def _straddled(texts: dict[str, int]) -> set[int]:
     """Return the tokens whose end may lie inside another special token."""
-    beginnings = {
-        text[:stop] for text in texts for stop in range(1, len(text))
-    }
+    beginnings = {text[:stop] for text in texts for stop in range(1, len(text))}
     return {
         token_id
         for text, token_id in texts.items()

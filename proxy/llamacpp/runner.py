@@ -1,0 +1,236 @@
+"""One llama-server: whether it is up, what it is, and whether its KV can be shared.
+
+A `Runner` is told apart from the process behind it: the process may be restarted
+(embedded) or come and go (attached), the runner stays. Rules:
+1. `is_ready` is False from the moment its end is noticed until it was inspected anew;
+   listeners hear of both. Between the two nothing is known of its slots.
+2. Its KV is shared only when all of it is certain: the flags of the process, the model
+   file, and a layout learned from a real slot file that parses to its very end. Else
+   `sharing` is None and `refusal` says why in words for the operator.
+3. A runner that repeatedly did not reuse what was restored is refused until it is
+   restarted (`refuse`).
+"""
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from proxy.blocks import Fingerprint
+from proxy.errors import KvbusError, StateFormatError
+from proxy.llamacpp import state
+from proxy.llamacpp.client import LlamaServerClient
+from proxy.llamacpp.fingerprint import default_block_size, fingerprint, kv_flags
+from proxy.llamacpp.gguf_facts import ModelFacts
+from proxy.llamacpp.slot_files import SlotDirectory
+
+logger = logging.getLogger(__name__)
+
+PROBE_TEXT = "a b c"
+PROBE_TIMEOUT_SECONDS = 30.0
+
+
+class RunnerListener(Protocol):
+    """Who wants to know when a runner comes and goes."""
+
+    def runner_ready(self, runner: "Runner") -> None:
+        """Hear that the runner can be used; its slots are empty."""
+        ...
+
+    def runner_gone(self, runner: "Runner", reason: str) -> None:
+        """Hear that the runner cannot be used now (again, for each failed start)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """All that is needed to move KV into and out of a runner's slots."""
+
+    layout: state.StateLayout
+    block_size: int
+    fields: Mapping[str, bytes | str | int]
+
+    def fingerprint(self, namespace: str) -> Fingerprint:
+        """Return what the keys of this runner's blocks start from."""
+        return fingerprint({**self.fields, "namespace": namespace})
+
+
+class Runner:
+    """One llama-server of one model."""
+
+    def __init__(
+        self,
+        *,
+        runner_id: str,
+        facts: ModelFacts,
+        listener: RunnerListener,
+        block_size: int | None,
+        patience: int,
+    ) -> None:
+        """Describe a runner; after `patience` failures in a row it has failed."""
+        self.runner_id = runner_id
+        self.facts = facts
+        self._listener = listener
+        self._block_size = block_size
+        self._patience = patience
+        # the mutable state, changed by the methods below only
+        self.is_ready = False
+        self.num_slots = 0
+        self.context_tokens = 0
+        self.pid: int | None = None
+        self.sharing: Sharing | None = None
+        self.refusal = "not inspected yet"
+        self.failure = ""
+        self._num_failures = 0
+        self._client: LlamaServerClient | None = None
+        self._directory: SlotDirectory | None = None
+
+    def __repr__(self) -> str:
+        what = "ready" if self.is_ready else "away"
+        return f"<Runner {self.runner_id} {what} pid={self.pid}>"
+
+    @property
+    def client(self) -> LlamaServerClient:
+        """The runner's HTTP client; only of a runner that is or was ready."""
+        assert self._client is not None, "the runner was never reached"
+        return self._client
+
+    @property
+    def directory(self) -> SlotDirectory:
+        """The runner's slot files; only where `sharing` is not None."""
+        assert self._directory is not None, "the runner has no slot directory"
+        return self._directory
+
+    def refuse(self, reason: str) -> None:
+        """Share no KV of this runner until it is restarted."""
+        self.sharing = None
+        self.refusal = reason
+        logger.warning(
+            "runner=%s event=sharing.refused reason=%r", self.runner_id, reason
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it makes no sense to wait for it."""
+        return self._num_failures >= self._patience
+
+    def report_gone(self, reason: str) -> None:
+        """Note that the runner ended, or did not start."""
+        self.failure = reason
+        self._num_failures += 1
+        self.is_ready = False
+        self._listener.runner_gone(self, reason)
+
+    async def inspect(
+        self,
+        client: LlamaServerClient,
+        *,
+        slot_directory: Path | None,
+        flags: Sequence[str] | None,
+        engine: str,
+        pid: int | None,
+    ) -> None:
+        """Learn all about a llama-server that just came up, then tell the listener.
+
+        `flags` is its command line without the program, None where that cannot be
+        read; `engine` names its build. Raises RunnerGone or UpstreamError.
+        """
+        props = await client.props()
+        self._client = client
+        self.pid = pid
+        self.num_slots = int(props["total_slots"])
+        self.context_tokens = int(props["default_generation_settings"]["n_ctx"])
+        self._directory = SlotDirectory(slot_directory) if slot_directory else None
+        self.sharing, self.refusal = None, ""
+        try:
+            self.refusal = await self._learn_sharing(props, flags, engine)
+        except StateFormatError as exc:
+            self.refusal = str(exc)
+        if self.refusal:
+            logger.warning(
+                "runner=%s event=sharing.off reason=%r", self.runner_id, self.refusal
+            )
+        self.failure = ""
+        self._num_failures = 0
+        self.is_ready = True
+        self._listener.runner_ready(self)
+
+    async def _learn_sharing(
+        self, props: Mapping[str, Any], flags: Sequence[str] | None, engine: str
+    ) -> str:
+        """Set `sharing`, or return why it cannot be."""
+        if self._directory is None:
+            return "the runner's slot directory is not known (--slot-save-path)"
+        if flags is None:
+            return "the runner's command line cannot be read"
+        if await self.client.lora_adapters():
+            return "the runner has LoRA adapters loaded"
+        layout = await self._probe_layout()
+        if layout is None:
+            return "saving a slot does not work on this runner"
+        if layout.n_stream == 1 and self.num_slots > 1:
+            return (
+                "the runner's slots share one unified KV buffer, which empties idle"
+                " slots: start it with -np N --no-kv-unified"
+            )
+        block_size = self._block_size or default_block_size(layout.kv_bytes_per_token)
+        self.sharing = Sharing(
+            layout=layout,
+            block_size=block_size,
+            fields={
+                "model": self.facts.content_digest,
+                "layout": layout.digest_fields(),
+                "engine": engine,
+                "build": str(props.get("build_info", "")),
+                "flags": "\0".join(kv_flags(flags)),
+                "block_size": block_size,
+            },
+        )
+        return ""
+
+    async def _probe_layout(self) -> state.StateLayout | None:
+        """Save a few tokens from an idle slot and learn the file's layout from it."""
+        directory, client = self.directory, self.client
+        slot_id = _slot_to_probe(await client.slots(), self.num_slots)
+        prompt = await client.tokenize(PROBE_TEXT, add_special=True)
+        body = {
+            "prompt": prompt.tolist(),
+            "n_predict": 0,
+            "id_slot": slot_id,
+            "cache_prompt": False,
+            "stream": True,
+        }
+        async with client.stream_completion("/completion", body) as events:
+            async for event in events:
+                if event.get("stop"):
+                    break
+        name = directory.new_name("probe")
+        try:
+            saved = await client.save_slot(
+                slot_id, name, timeout_seconds=PROBE_TIMEOUT_SECONDS
+            )
+            file = await directory.open_saved(name, expected_bytes=saved.num_bytes)
+            await client.erase_slot(slot_id)
+        except StateFormatError:
+            raise
+        except KvbusError as exc:
+            logger.info(
+                "runner=%s event=probe.failed reason=%r", self.runner_id, str(exc)
+            )
+            return None
+        try:
+            data = os.pread(file.fd, file.size, 0)  # a few kilobytes
+            return state.parse(data, len(data)).layout
+        finally:
+            file.close()
+
+
+def _slot_to_probe(slots: Sequence[Mapping[str, Any]], num_slots: int) -> int:
+    """Choose the slot whose contents are the least loss."""
+    idle = [slot for slot in slots if not slot.get("is_processing")]
+    if not idle:
+        return num_slots - 1
+    least = min(idle, key=lambda slot: int(slot.get("n_prompt_tokens") or 0))
+    return int(least["id"])

@@ -1,0 +1,217 @@
+"""From a slot into the store, after the answer and behind its back.
+
+Rules:
+1. `commit` takes over the lease of a slot and ends it: when nothing is to be saved,
+   when the engine has written the file, or when that takes longer than its bound.
+2. A slot is saved only if at least one full block of it is not stored yet, and only
+   blocks that the store lacks are put.
+3. The token list in the file is the truth about the slot; a file that does not begin
+   with what the slot is believed to hold is not used.
+4. All tasks belong to this owner; too many of them drop a commit, never a reply.
+"""
+
+import asyncio
+import logging
+import mmap
+from collections.abc import Sequence
+
+from proxy.blocks import BlockKey, Fingerprint
+from proxy.errors import ReuseError, SlotError
+from proxy.llamacpp import state
+from proxy.llamacpp.client import SavedSlot
+from proxy.llamacpp.runner import Sharing
+from proxy.llamacpp.slot_files import SaveFile
+from proxy.metrics import Metrics
+from proxy.prefix.hashing import TokenIds, common_prefix_tokens, hash_blocks
+from proxy.reuse.slots import Slot, SlotPool
+from proxy.store.base import BlockRef, BlockStore
+
+logger = logging.getLogger(__name__)
+
+MAX_PENDING_COMMITS = 16
+MAX_CONCURRENT_PUTS = 2
+CONTAINS_DEADLINE_SECONDS = 0.25
+SAVE_TIMEOUT_SECONDS = 60.0
+MIN_SAVE_BOUND_SECONDS = 0.5
+SLOWEST_SAVE_BYTES_PER_SECOND = 200e6
+"""A waiting request waits for a save at most size / this, or the minimum above."""
+SLOWEST_PUT_BYTES_PER_SECOND = 50e6
+MAX_UNEXPECTED_TOKENS = 2
+"""By so much the saved tokens may differ from prompt + reply: the last sampled token
+is not in the KV, and a stop string may end a reply one token early."""
+
+
+class Committer:
+    """Saves slots and puts their new blocks into the store."""
+
+    def __init__(self, *, store: BlockStore | None, metrics: Metrics) -> None:
+        self._store = store
+        self._metrics = metrics
+        # the mutable state
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._puts = asyncio.Semaphore(MAX_CONCURRENT_PUTS)
+
+    def __repr__(self) -> str:
+        return f"<Committer {len(self._tasks)} pending>"
+
+    def commit(self, slot: Slot, pool: SlotPool, *, namespace: str) -> None:
+        """Take over the lease of `slot`; store its new blocks if that is possible."""
+        sharing, store = slot.runner.sharing, self._store
+        if store is None or sharing is None or not store.is_available:
+            pool.release(slot)
+            return
+        if len(self._tasks) >= MAX_PENDING_COMMITS:
+            self._metrics.commits.labels("dropped").inc()
+            pool.release(slot)
+            return
+        commit = _Commit(slot, pool, sharing, sharing.fingerprint(namespace))
+        task = asyncio.create_task(self._run(commit, store))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain(self, *, timeout_seconds: float) -> None:
+        """Wait for the commits under way, at most so long, then cancel them."""
+        if not self._tasks:
+            return
+        _, late = await asyncio.wait(self._tasks, timeout=timeout_seconds)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late)
+
+    async def _run(self, commit: "_Commit", store: BlockStore) -> None:
+        try:
+            result = await self._save_and_put(commit, store)
+        except ReuseError as exc:
+            result = "failed"
+            self._metrics.failed_open.labels("commit").inc()
+            logger.warning(
+                "event=failed_open stage=commit runner=%s reason=%r",
+                commit.slot.runner.runner_id,
+                str(exc),
+            )
+        except Exception:
+            result = "failed"
+            logger.exception("event=commit.crashed")
+        finally:
+            commit.release()
+        self._metrics.commits.labels(result).inc()
+
+    async def _save_and_put(self, commit: "_Commit", store: BlockStore) -> str:
+        keys = commit.keys(commit.slot.token_ids)
+        if not keys:
+            return "nothing new"
+        present = await store.contains(keys, deadline_seconds=CONTAINS_DEADLINE_SECONDS)
+        if all(present):
+            return "nothing new"
+        file = await self._save(commit)
+        commit.release()
+        if file is None:
+            return "too slow"
+        try:
+            async with self._puts:
+                return await self._put(commit, store, file, present)
+        finally:
+            file.close()
+
+    async def _save(self, commit: "_Commit") -> SaveFile | None:
+        """Have the engine save the slot; None if that took longer than its bound."""
+        runner, slot = commit.slot.runner, commit.slot
+        name = runner.directory.new_name("save")
+        expected = commit.sharing.layout.kv_bytes_per_token * len(slot.token_ids)
+        bound = max(MIN_SAVE_BOUND_SECONDS, expected / SLOWEST_SAVE_BYTES_PER_SECOND)
+        save = asyncio.ensure_future(
+            runner.client.save_slot(
+                slot.slot_id, name, timeout_seconds=SAVE_TIMEOUT_SECONDS
+            )
+        )
+        saved: SavedSlot | None = None
+        try:
+            await asyncio.wait({save}, timeout=bound)
+            if save.done():
+                saved = save.result()
+            else:
+                commit.release()
+                await save
+        finally:
+            save.cancel()
+            if saved is None:
+                await runner.directory.remove(name)
+        if saved is None:
+            return None
+        self._metrics.phase.labels("save").observe(saved.seconds)
+        return await runner.directory.open_saved(name, expected_bytes=saved.num_bytes)
+
+    async def _put(
+        self,
+        commit: "_Commit",
+        store: BlockStore,
+        file: SaveFile,
+        present: Sequence[bool],
+    ) -> str:
+        parsed = await asyncio.to_thread(_parse, file)
+        commit.check(parsed)
+        keys = commit.keys(parsed.token_ids)
+        known = [*present, *[False] * len(keys)]
+        blocks = [
+            BlockRef(key, index) for index, key in enumerate(keys) if not known[index]
+        ]
+        if not blocks:
+            return "nothing new"
+        layout = state.block_layout(parsed, commit.sharing.block_size)
+        num_bytes = len(blocks) * layout.block_bytes
+        outcome = await store.put_from(
+            file.fd,
+            layout,
+            blocks,
+            fingerprint=commit.fingerprint,
+            deadline_seconds=2.0 + num_bytes / SLOWEST_PUT_BYTES_PER_SECOND,
+        )
+        self._metrics.committed_bytes.inc(outcome.stored_bytes)
+        return "refused" if outcome.failed_blocks else "stored"
+
+
+class _Commit:
+    """One slot on its way into the store."""
+
+    def __init__(
+        self, slot: Slot, pool: SlotPool, sharing: Sharing, fingerprint: Fingerprint
+    ) -> None:
+        self.slot = slot
+        self.sharing = sharing
+        self.fingerprint = fingerprint
+        self.expected = slot.token_ids
+        self._pool: SlotPool | None = pool
+
+    def release(self) -> None:
+        """End the lease, once: the slot may be somebody else's after that."""
+        if self._pool is not None:
+            self._pool.release(self.slot)
+            self._pool = None
+
+    def keys(self, token_ids: TokenIds) -> list[BlockKey]:
+        """Return the keys of the full blocks of `token_ids`."""
+        return hash_blocks(
+            token_ids,
+            block_size=self.sharing.block_size,
+            fingerprint=self.fingerprint,
+        )
+
+    def check(self, parsed: state.ParsedState) -> None:
+        """Raise SlotError unless the file holds what the slot should hold."""
+        shared = common_prefix_tokens(parsed.token_ids, self.expected)
+        unexpected = max(len(parsed.token_ids), len(self.expected)) - shared
+        if unexpected > MAX_UNEXPECTED_TOKENS:
+            raise SlotError(
+                f"the saved slot holds {len(parsed.token_ids)} tokens of which"
+                f" {shared} are the expected {len(self.expected)}"
+            )
+        if parsed.num_media or not parsed.is_contiguous:
+            raise SlotError("the saved cells are not one plain run of tokens")
+        if parsed.layout.digest_fields() != self.sharing.layout.digest_fields():
+            raise SlotError("the saved file has another layout than the runner's")
+
+
+def _parse(file: SaveFile) -> state.ParsedState:
+    with mmap.mmap(file.fd, file.size, prot=mmap.PROT_READ) as view:
+        return state.parse(view, file.size)

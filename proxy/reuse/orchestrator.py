@@ -1,0 +1,396 @@
+"""The order of the steps of a turn: lease, lookup, prepare, forward, commit.
+
+Rules:
+1. Sharing KV never fails a request. `ReuseError` is caught here, in `_prepare` and in
+   the background commit, counted by stage, and the request goes on without it.
+2. A slot is leased from before its restore until its save ended, was skipped, or took
+   longer than its bound. What is read from a saved file happens after the lease.
+3. What a restore was worth is what the engine says (`cache_n`), not what was put in.
+   A runner that twice in a row reused less is not restored into any more.
+4. An answer that is incomplete, or whose context was shifted, is never committed.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from proxy.blocks import BlockKey, Fingerprint
+from proxy.errors import (
+    ReuseError,
+    RunnerGone,
+    SlotError,
+    StoreError,
+    StoreTimeout,
+)
+from proxy.llamacpp import state
+from proxy.llamacpp.runner import Sharing
+from proxy.metrics import Metrics
+from proxy.prefix.hashing import (
+    TokenIds,
+    common_prefix_tokens,
+    hash_blocks,
+    leading_true,
+)
+from proxy.reuse.arbiter import CostModel, decide
+from proxy.reuse.committer import Committer
+from proxy.reuse.models import Model, ModelCatalog
+from proxy.reuse.plan import (
+    Decision,
+    Lookup,
+    RequestedTurn,
+    RestoreMode,
+    ReuseOutcome,
+    ReusePlan,
+)
+from proxy.reuse.slots import NO_TOKENS, Slot
+from proxy.reuse.trace import TurnTrace
+from proxy.store.base import BlockRef, BlockStore
+
+logger = logging.getLogger("proxy.turn")
+
+LOOKUP_DEADLINE_SECONDS = 0.08
+"""A store that is away or hung may cost one request at most 0.1 s, once."""
+
+MIN_FETCH_DEADLINE_SECONDS = 0.1
+FETCH_DEADLINE_FACTOR = 1.5
+"""A fetch is given up when it takes this much longer than predicted."""
+
+RESTORE_TIMEOUT_SECONDS = 30.0
+MAX_INEFFECTIVE_RESTORES = 2
+
+
+@dataclass(slots=True, eq=False)
+class ActiveTurn:
+    """A turn that holds its slot."""
+
+    request: RequestedTurn
+    slot: Slot
+    trace: TurnTrace
+    load_seconds: float
+    generated: list[int] = field(default_factory=list)
+    final: dict[str, Any] | None = None
+
+    @property
+    def request_id(self) -> str:
+        """Short, unique, safe in a header and in a log."""
+        return self.trace.request_id
+
+    @property
+    def decision(self) -> str:
+        """What was done before the prefill."""
+        return str(self.trace.plan.decision)
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        return self.trace.plan.reason
+
+    @property
+    def restored_tokens(self) -> int:
+        """How many tokens were restored from the store."""
+        return self.trace.restored_tokens
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Forward the prompt to the slot; yield the engine's events up to the last.
+
+        Raises UpstreamError before the first event and RunnerGone at any time.
+        """
+        body = {
+            **self.request.body,
+            "prompt": np.ascontiguousarray(self.request.token_ids),
+            "id_slot": self.slot.slot_id,
+            "cache_prompt": True,
+            "stream": True,
+            "return_tokens": True,
+        }
+        client = self.slot.runner.client
+        with self.trace.stage("forward"):
+            async with client.stream_completion("/completion", body) as events:
+                async for event in events:
+                    if event.get("stop"):
+                        self.final = event
+                    else:
+                        self.generated += event.get("tokens", ())
+                    yield event
+                    if self.final is not None:
+                        return
+
+
+class Orchestrator:
+    """Serves turns; the one place where sharing is decided and may fail."""
+
+    def __init__(
+        self,
+        *,
+        catalog: ModelCatalog,
+        store: BlockStore | None,
+        mode: RestoreMode,
+        metrics: Metrics,
+    ) -> None:
+        self._catalog = catalog
+        self._store = store
+        self._mode = mode
+        self._metrics = metrics
+        self._committer = Committer(store=store, metrics=metrics)
+        # the mutable state
+        self._ineffective: dict[str, int] = {}
+
+    async def drain(self, *, timeout_seconds: float) -> None:
+        """Finish the commits that are under way, or give them up."""
+        await self._committer.drain(timeout_seconds=timeout_seconds)
+
+    @asynccontextmanager
+    async def turn(self, request: RequestedTurn) -> AsyncIterator[ActiveTurn]:
+        """Wait for a slot, restore into it what is worth it; commit and free it after.
+
+        Raises UpstreamError when no runner comes up, RequestError when too many wait.
+        """
+        model = self._catalog.resolve(request.model.name)
+        assert model is not None, "the front resolves names in the same catalog"
+        trace = TurnTrace(
+            request_id=secrets.token_hex(8),
+            model=model.name,
+            route=request.route,
+            prompt_tokens=len(request.token_ids),
+        )
+        with trace.stage("load"):
+            await model.wait_ready()
+        with trace.stage("queue"):
+            slot = await model.pool.lease(request.token_ids)
+        turn = ActiveTurn(request, slot, trace, trace.stages["load"])
+        try:
+            trace.runner_id, trace.slot_id = slot.runner.runner_id, slot.slot_id
+            await self._prepare(turn, model.costs(slot.runner))
+            yield turn
+        except RunnerGone as exc:
+            trace.result = "runner gone"
+            if not await slot.runner.client.is_healthy(timeout_seconds=0.5):
+                slot.runner.report_gone(str(exc))
+            raise
+        except Exception:
+            trace.result = "failed"
+            raise
+        finally:
+            self._finish(turn, model)
+
+    async def _prepare(self, turn: ActiveTurn, costs: CostModel) -> None:
+        """Decide and, if worth it, restore. Fails open."""
+        trace, slot = turn.trace, turn.slot
+        token_ids = turn.request.token_ids
+        trace.slot_tokens = common_prefix_tokens(slot.token_ids, token_ids)
+        try:
+            trace.plan = await self._plan_and_restore(turn, costs)
+        except ReuseError as exc:
+            stage = "store" if isinstance(exc, StoreError) else "slot"
+            self._metrics.failed_open.labels(stage).inc()
+            logger.warning(
+                "event=failed_open id=%s runner=%s stage=%s reason=%r",
+                trace.request_id,
+                trace.runner_id,
+                stage,
+                str(exc),
+            )
+            is_hot = common_prefix_tokens(slot.token_ids, token_ids) > 0
+            trace.plan = ReusePlan(
+                decision=Decision.KEEP_SLOT if is_hot else Decision.RECOMPUTE,
+                reason=f"{stage} failed",
+            )
+        # from here on the slot's old contents beyond the common prefix are gone
+        shared = common_prefix_tokens(slot.token_ids, token_ids)
+        slot.token_ids = slot.token_ids[:shared]
+        self._metrics.decisions.labels(trace.plan.decision, trace.plan.reason).inc()
+
+    async def _plan_and_restore(self, turn: ActiveTurn, costs: CostModel) -> ReusePlan:
+        trace, slot, request = turn.trace, turn.slot, turn.request
+        sharing = slot.runner.sharing
+        refusal = self._refusal(request, sharing)
+        if refusal or sharing is None or self._store is None:
+            is_hot = trace.slot_tokens > 0
+            return ReusePlan(
+                decision=Decision.KEEP_SLOT if is_hot else Decision.RECOMPUTE,
+                reason=refusal,
+            )
+        fingerprint = sharing.fingerprint(request.reuse.namespace)
+        keys = hash_blocks(
+            request.token_ids, block_size=sharing.block_size, fingerprint=fingerprint
+        )
+        stored = 0
+        if len(keys) * sharing.block_size > trace.slot_tokens:
+            with trace.stage("lookup"):
+                found = await self._store.contains(
+                    keys, deadline_seconds=LOOKUP_DEADLINE_SECONDS
+                )
+            stored = leading_true(found) * sharing.block_size
+        plan = decide(
+            Lookup(
+                prompt_tokens=trace.prompt_tokens,
+                slot_tokens=trace.slot_tokens,
+                stored_tokens=stored,
+                kv_bytes_per_token=sharing.layout.kv_bytes_per_token,
+            ),
+            costs=costs,
+            mode=self._mode,
+            now=time.monotonic(),
+        )
+        self._count_lookup(plan, stored=stored, slot_tokens=trace.slot_tokens)
+        if plan.decision is Decision.RESTORE:
+            trace.plan = plan
+            num_blocks = plan.restore_tokens // sharing.block_size
+            await self._restore(turn, sharing, fingerprint, keys[:num_blocks], costs)
+        return plan
+
+    def _refusal(self, request: RequestedTurn, sharing: Sharing | None) -> str:
+        if self._store is None:
+            return "no store"
+        if not request.reuse.read:
+            return "the request forbids restores"
+        if sharing is None:
+            return "the runner's KV is not shared"
+        if not self._store.is_available:
+            return "the store is away"
+        return ""
+
+    def _count_lookup(self, plan: ReusePlan, *, stored: int, slot_tokens: int) -> None:
+        if plan.decision is Decision.RESTORE:
+            result = "hit"
+        else:
+            result = "declined" if stored > slot_tokens else "miss"
+        self._metrics.lookups.labels(result).inc()
+
+    async def _restore(
+        self,
+        turn: ActiveTurn,
+        sharing: Sharing,
+        fingerprint: Fingerprint,
+        keys: Sequence[BlockKey],
+        costs: CostModel,
+    ) -> None:
+        """Put the tokens of `keys` into the slot. Raises SlotError, StoreError."""
+        slot, trace = turn.slot, turn.trace
+        assert self._store is not None
+        directory = slot.runner.directory
+        num_tokens = len(keys) * sharing.block_size
+        token_ids = turn.request.token_ids[:num_tokens]
+        num_bytes = state.file_bytes(sharing.layout, num_tokens)
+        file = await directory.acquire(num_bytes)
+        is_reusable = False
+        started = time.monotonic()
+        predicted = costs.fetch(num_bytes)
+        try:
+            state.write_frame(file.view, sharing.layout, token_ids=token_ids)
+            with trace.stage("fetch"):
+                arrived = await self._store.get_into(
+                    file.fd,
+                    state.block_layout_for(
+                        sharing.layout, num_tokens, block_size=sharing.block_size
+                    ),
+                    [BlockRef(key, index) for index, key in enumerate(keys)],
+                    fingerprint=fingerprint,
+                    deadline_seconds=max(
+                        MIN_FETCH_DEADLINE_SECONDS, FETCH_DEADLINE_FACTOR * predicted
+                    ),
+                )
+            is_reusable = True
+            if not all(arrived):
+                raise StoreError("a block was gone, damaged or of another model")
+            fetched = time.monotonic()
+            with trace.stage("restore"):
+                await self._load_slot(slot, file.name, token_ids)
+            loaded = time.monotonic()
+        except StoreTimeout:
+            spent = time.monotonic() - started
+            costs.observe_failed_fetch(num_bytes, spent, now=time.monotonic())
+            raise
+        finally:
+            if is_reusable:
+                await directory.release(file)
+            else:  # the store may still be writing to it
+                await directory.discard(file)
+        trace.restored_tokens = num_tokens
+        self._metrics.restored_bytes.inc(num_bytes)
+        costs.observe_restore(
+            num_bytes,
+            fetch_seconds=fetched - started,
+            load_seconds=loaded - fetched,
+            now=loaded,
+        )
+
+    async def _load_slot(self, slot: Slot, name: str, token_ids: TokenIds) -> None:
+        slot.token_ids = NO_TOKENS  # a restore that fails empties the slot
+        claimed = await slot.runner.client.restore_slot(
+            slot.slot_id, name, timeout_seconds=RESTORE_TIMEOUT_SECONDS
+        )
+        if claimed != len(token_ids):
+            raise SlotError(f"the engine restored {claimed} of {len(token_ids)} tokens")
+        slot.token_ids = token_ids
+
+    def _finish(self, turn: ActiveTurn, model: Model) -> None:
+        """Learn from what happened; hand the slot to the committer, or free it."""
+        slot, trace, final = turn.slot, turn.trace, turn.final
+        token_ids = turn.request.token_ids
+        if final is None:
+            model.pool.release(slot)
+            logger.info("%s", trace.line())
+            return
+        trace.result = "complete"
+        self._learn(turn, model, final)
+        generated = np.array(turn.generated[:-1], dtype=np.int32)
+        slot.token_ids = np.concatenate([token_ids, generated])
+        is_intact = not final.get("truncated", False)
+        if is_intact and turn.request.reuse.write:
+            self._committer.commit(
+                slot, model.pool, namespace=turn.request.reuse.namespace
+            )
+        else:
+            slot.token_ids = slot.token_ids if is_intact else NO_TOKENS
+            model.pool.release(slot)
+        logger.info("%s", trace.line())
+
+    def _learn(self, turn: ActiveTurn, model: Model, final: dict[str, Any]) -> None:
+        trace, runner = turn.trace, turn.slot.runner
+        timings = final.get("timings", {})
+        outcome = trace.outcome = ReuseOutcome(
+            plan=trace.plan,
+            prompt_tokens=trace.prompt_tokens,
+            slot_tokens=trace.slot_tokens,
+            restored_tokens=trace.restored_tokens,
+            reused_tokens=int(timings.get("cache_n", 0)),
+            prefilled_tokens=int(timings.get("prompt_n", 0)),
+            prefill_seconds=float(timings.get("prompt_ms", 0.0)) / 1e3,
+        )
+        trace.stages["prefill"] = outcome.prefill_seconds
+        trace.stages["decode"] = float(timings.get("predicted_ms", 0.0)) / 1e3
+        model.costs(runner).observe_prefill(
+            outcome.prefilled_tokens, outcome.prefill_seconds
+        )
+        metrics, name = self._metrics, model.name
+        metrics.avoided_tokens.labels(name).inc(outcome.avoided_tokens)
+        metrics.prefilled_tokens.labels(name).inc(outcome.prefilled_tokens)
+        metrics.queried_tokens.labels(name).inc(outcome.prompt_tokens)
+        metrics.hit_tokens.labels(name).inc(outcome.reused_tokens)
+        for phase, seconds in trace.stages.items():
+            metrics.phase.labels(phase).observe(seconds)
+        if outcome.restored_tokens:
+            self._judge(turn, outcome)
+
+    def _judge(self, turn: ActiveTurn, outcome: ReuseOutcome) -> None:
+        """Refuse a runner that keeps prefilling what was restored into it."""
+        runner = turn.slot.runner
+        if not outcome.is_ineffective:
+            self._ineffective.pop(runner.runner_id, None)
+            return
+        self._metrics.restore_ineffective.labels(turn.trace.model).inc()
+        count = self._ineffective.pop(runner.runner_id, 0) + 1
+        if count < MAX_INEFFECTIVE_RESTORES:
+            self._ineffective[runner.runner_id] = count
+            return
+        runner.refuse(
+            f"the engine reused {outcome.reused_tokens} tokens"
+            f" after {outcome.restored_tokens} were restored"
+        )

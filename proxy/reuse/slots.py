@@ -1,0 +1,145 @@
+"""Who may use which slot, and what each slot is believed to hold.
+
+Rules:
+1. A slot has at most one lease. It is held from before a restore until the slot was
+   saved, or the save was skipped or took too long.
+2. Waiting requests are served in the order of their arrival.
+3. A request gets the free slot that holds the longest prefix of its prompt; where
+   none holds a hot one (`MIN_HOT_TOKENS`), one of the runner with the fewest leases;
+   of those the slot that was used longest ago.
+4. Slots of a runner that went away are forgotten; their leases end without effect.
+5. All of it happens on the event loop, synchronously: no locks.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from proxy.errors import KvbusError, RequestError
+from proxy.llamacpp.runner import Runner
+from proxy.prefix.hashing import TokenIds, common_prefix_tokens
+
+MAX_WAITING = 512
+"""Ollama's own bound on pending requests (OLLAMA_MAX_QUEUE)."""
+
+MIN_HOT_TOKENS = 64
+"""Shorter common prefixes are the chat template's own words, which all prompts of a
+model share: following them would send everything to one runner."""
+
+NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """One sequence place of a runner. `token_ids` is a belief, not a promise."""
+
+    runner: Runner
+    slot_id: int
+    token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    is_leased: bool = False
+    last_used: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    token_ids: TokenIds
+    granted: asyncio.Future[Slot]
+
+
+class SlotPool:
+    """The slots of all runners of one model."""
+
+    def __init__(self) -> None:
+        # the mutable state
+        self._slots: list[Slot] = []
+        self._waiting: deque[_Waiter] = deque()
+        self._clock = 0
+
+    def __repr__(self) -> str:
+        leased = sum(slot.is_leased for slot in self._slots)
+        return (
+            f"<SlotPool {leased}/{len(self._slots)} leased,"
+            f" {len(self._waiting)} waiting>"
+        )
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """All slots that can be leased or are."""
+        return tuple(self._slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self._waiting)
+
+    def add_runner(self, runner: Runner) -> None:
+        """Take in the (empty) slots of a runner that became ready."""
+        self.drop_runner(runner)
+        self._slots += [Slot(runner, slot_id) for slot_id in range(runner.num_slots)]
+        self._grant()
+
+    def drop_runner(self, runner: Runner) -> None:
+        """Forget the slots of a runner that went away."""
+        self._slots = [slot for slot in self._slots if slot.runner is not runner]
+
+    def fail_waiting(self, error: KvbusError) -> None:
+        """Give every waiting request `error`: no slot will come."""
+        while self._waiting:
+            granted = self._waiting.popleft().granted
+            if not granted.done():
+                granted.set_exception(error)
+
+    async def lease(self, token_ids: TokenIds) -> Slot:
+        """Wait for a slot for a prompt. Raises RequestError when too many wait."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise RequestError(
+                503, "server busy, please try again.  maximum pending requests exceeded"
+            )
+        loop = asyncio.get_running_loop()
+        waiter = _Waiter(token_ids, loop.create_future())
+        self._waiting.append(waiter)
+        self._grant()
+        try:
+            return await waiter.granted
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            elif waiter.granted.done() and not waiter.granted.cancelled():
+                self.release(waiter.granted.result())
+            raise
+
+    def release(self, slot: Slot) -> None:
+        """End a lease. Twice is as good as once."""
+        slot.is_leased = False
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting:
+            slot = self._choose(self._waiting[0].token_ids)
+            if slot is None:
+                return
+            granted = self._waiting.popleft().granted
+            if granted.done():
+                continue
+            self._clock += 1
+            slot.is_leased = True
+            slot.last_used = self._clock
+            granted.set_result(slot)
+
+    def _choose(self, token_ids: TokenIds) -> Slot | None:
+        free = [slot for slot in self._slots if not slot.is_leased]
+        if not free:
+            return None
+        leases: dict[int, int] = {}
+        for slot in self._slots:
+            leases[id(slot.runner)] = leases.get(id(slot.runner), 0) + slot.is_leased
+
+        def rank(slot: Slot) -> tuple[int, int, int]:
+            shared = common_prefix_tokens(slot.token_ids, token_ids)
+            is_hot = shared >= MIN_HOT_TOKENS
+            return (-shared if is_hot else 0, leases[id(slot.runner)], slot.last_used)
+
+        return min(free, key=rank)
