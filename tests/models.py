@@ -1,10 +1,52 @@
-"""Tiny random models that real runners load. Signatures first; the bodies follow."""
+"""Tiny random models that a real runner loads in a fraction of a second.
 
+The same arguments give the same bytes. The weights are scaled so that greedy text
+varies and depends on the whole prompt; the head dimension is 32, so that quantized
+KV types work. The vocabulary is a small byte-level one with chat markers.
+"""
+
+import functools
+import itertools
+from collections import Counter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-Architecture = Literal["llama", "qwen2", "qwen3", "gemma3", "lfm2", "mamba"]
+import gguf
+import numpy as np
+from numpy.typing import NDArray
+
+Architecture = Literal[
+    "llama", "qwen2", "qwen2vl", "qwen3", "gemma3", "deepseek2", "lfm2", "mamba"
+]
 Tokenizer = Literal["bpe", "spm"]
+
+HEAD_DIM = 32
+SLIDING_WINDOW = 64  # gemma3
+CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+USER_DEFINED_TOKENS = ("<tool_call>", "</tool_call>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n'"
+    " + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+_CORPUS = """\
+The keeper of the lighthouse wrote down the weather of every day. In the morning the
+wind came from the north, and the water was grey under the rain. Nobody had asked for
+these notes, but they were kept with care, for there was nothing else to do when the
+lamp was out. One evening a ship was seen in the distance, and then another, and soon
+there were so many that counting them took until the stars were up. What is the answer
+to a question that has not been asked? You are a helpful assistant. Tell me about the
+history of the system, then explain how the number of tokens changes the result.
+user assistant system The first thing to say is that it works, and why it works so well.
+"""
+
+_Shapes = dict[str, tuple[int, ...]]
+
+
+def write_tiny_llama(path: Path, *, seed: int) -> Path:
+    """Write the usual tiny model: llama, 2 layers, byte-level BPE, chatml."""
+    return write_tiny_model(path, seed=seed)
 
 
 def write_tiny_model(
@@ -14,16 +56,296 @@ def write_tiny_model(
     architecture: Architecture = "llama",
     tokenizer: Tokenizer = "bpe",
     add_bos: bool = False,
-    n_layer: int = 2,
-    n_embd: int = 64,
-    n_head: int = 4,
+    n_layer: int | None = None,
+    n_embd: int = 128,
     n_head_kv: int = 2,
     n_ctx_train: int = 131072,
 ) -> Path:
-    """Write a random GGUF of `architecture`; the same arguments give the same file."""
-    raise NotImplementedError
+    """Write a random model of `architecture`; the same arguments give the same file.
+
+    gemma3 has a sliding window, lfm2 is a hybrid, mamba recurrent, deepseek2 keeps
+    latent K only, qwen2vl has M-RoPE. There are n_embd / 32 heads, and a KV row of one
+    layer is n_head_kv * 32 elements, for K and V each (deepseek2 apart).
+    """
+    n_head = n_embd // HEAD_DIM
+    num_layers = n_layer or (6 if architecture == "gemma3" else 2)
+    tokens, types, scores, merges = _vocabulary(tokenizer)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name(f"Tiny {architecture} {seed}")
+    writer.add_license("apache-2.0")
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_vocab_size(len(tokens))
+    writer.add_block_count(num_layers)
+    writer.add_context_length(n_ctx_train)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(0 if architecture == "mamba" else 2 * n_embd)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_head_count(n_head)
+    if architecture != "lfm2":
+        writer.add_head_count_kv(1 if architecture == "deepseek2" else n_head_kv)
+    shapes: _Shapes = {
+        "token_embd": (len(tokens), n_embd),
+        "token_embd_norm" if architecture == "lfm2" else "output_norm": (n_embd,),
+        "output": (len(tokens), n_embd),
+    }
+    match architecture:
+        case "mamba":
+            shapes |= _mamba(writer, num_layers, n_embd)
+        case "lfm2":
+            shapes |= _lfm2(writer, num_layers, n_embd, n_head, n_head_kv)
+        case "deepseek2":
+            shapes |= _deepseek2(writer, num_layers, n_embd, n_head)
+        case _:
+            shapes |= _transformer(
+                writer, architecture, num_layers, n_embd, n_head, n_head_kv
+            )
+    _add_tokenizer(writer, tokenizer, tokens, types, scores, merges, add_bos)
+    random = np.random.default_rng(seed)
+    for name, shape in shapes.items():
+        suffix = "" if name.endswith((".bias", "ssm_a", "ssm_d")) else ".weight"
+        writer.add_tensor(name + suffix, _weights(random, name, shape))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
-def write_tiny_llama(path: Path, *, seed: int) -> Path:
-    """Write the usual tiny model: llama, 2 layers, BPE, chatml."""
-    return write_tiny_model(path, seed=seed)
+def _weights(
+    random: np.random.Generator, name: str, shape: tuple[int, ...]
+) -> NDArray[np.float32]:
+    """Norms are 1; what feeds the residual stream outweighs the embedding."""
+    values: NDArray[Any]
+    if name.endswith("norm"):
+        values = np.ones(shape)
+    elif name.endswith("ssm_a"):
+        values = -np.tile(np.arange(1, shape[1] + 1), (shape[0], 1))
+    elif name.endswith(("attn_q", "attn_k")):
+        values = random.normal(scale=2.5 / shape[-1] ** 0.5, size=shape)
+    elif name.endswith(("attn_output", "ffn_down", "out_proj", "ssm_out")):
+        values = random.normal(scale=3 / shape[-1] ** 0.5, size=shape)
+    elif name == "token_embd":
+        values = random.normal(size=shape)
+    else:
+        values = random.normal(scale=1 / shape[-1] ** 0.5, size=shape)
+    return values.astype(np.float32)
+
+
+def _feed_forward(layer: int, n_embd: int) -> _Shapes:
+    return {
+        f"blk.{layer}.ffn_norm": (n_embd,),
+        f"blk.{layer}.ffn_gate": (2 * n_embd, n_embd),
+        f"blk.{layer}.ffn_up": (2 * n_embd, n_embd),
+        f"blk.{layer}.ffn_down": (n_embd, 2 * n_embd),
+    }
+
+
+def _attention(layer: int, n_embd: int, n_head: int, n_head_kv: int) -> _Shapes:
+    return {
+        f"blk.{layer}.attn_q": (n_head * HEAD_DIM, n_embd),
+        f"blk.{layer}.attn_k": (n_head_kv * HEAD_DIM, n_embd),
+        f"blk.{layer}.attn_v": (n_head_kv * HEAD_DIM, n_embd),
+        f"blk.{layer}.attn_output": (n_embd, n_head * HEAD_DIM),
+    }
+
+
+def _head_norms(layer: int) -> _Shapes:
+    return {
+        f"blk.{layer}.attn_q_norm": (HEAD_DIM,),
+        f"blk.{layer}.attn_k_norm": (HEAD_DIM,),
+    }
+
+
+def _transformer(
+    writer: gguf.GGUFWriter,
+    architecture: str,
+    n_layer: int,
+    n_embd: int,
+    n_head: int,
+    n_kv: int,
+) -> _Shapes:
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_rope_freq_base(500000.0)
+    if architecture == "gemma3":
+        writer.add_sliding_window(SLIDING_WINDOW)
+    if architecture == "qwen2vl":
+        writer.add_rope_dimension_sections([4, 6, 6, 0])
+    shapes: _Shapes = {}
+    for layer in range(n_layer):
+        shapes[f"blk.{layer}.attn_norm"] = (n_embd,)
+        shapes |= _attention(layer, n_embd, n_head, n_kv)
+        shapes |= _feed_forward(layer, n_embd)
+        if architecture in ("qwen3", "gemma3"):
+            shapes |= _head_norms(layer)
+        if architecture in ("qwen2", "qwen2vl"):
+            for letter, heads in (("q", n_head), ("k", n_kv), ("v", n_kv)):
+                shapes[f"blk.{layer}.attn_{letter}.bias"] = (heads * HEAD_DIM,)
+        if architecture == "gemma3":
+            shapes[f"blk.{layer}.post_attention_norm"] = (n_embd,)
+            shapes[f"blk.{layer}.post_ffw_norm"] = (n_embd,)
+    return shapes
+
+
+def _deepseek2(
+    writer: gguf.GGUFWriter, n_layer: int, n_embd: int, n_head: int
+) -> _Shapes:
+    rank, query_rank, rope, nope, value = 64, 64, 32, 32, 32
+    writer.add_q_lora_rank(query_rank)
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + rope)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(nope + rope)
+    writer.add_value_length_mla(value)
+    writer.add_rope_dimension_count(rope)
+    writer.add_leading_dense_block_count(n_layer)
+    writer.add_expert_count(0)
+    writer.add_expert_used_count(0)
+    writer.add_expert_shared_count(0)
+    writer.add_expert_feed_forward_length(n_embd)
+    shapes: _Shapes = {}
+    for layer in range(n_layer):
+        shapes |= {
+            f"blk.{layer}.attn_norm": (n_embd,),
+            f"blk.{layer}.attn_q_a": (query_rank, n_embd),
+            f"blk.{layer}.attn_q_a_norm": (query_rank,),
+            f"blk.{layer}.attn_q_b": (n_head * (nope + rope), query_rank),
+            f"blk.{layer}.attn_kv_a_mqa": (rank + rope, n_embd),
+            f"blk.{layer}.attn_kv_a_norm": (rank,),
+            f"blk.{layer}.attn_k_b": (n_head, rank, nope),
+            f"blk.{layer}.attn_v_b": (n_head, value, rank),
+            f"blk.{layer}.attn_output": (n_embd, n_head * value),
+        }
+        shapes |= _feed_forward(layer, n_embd)
+    return shapes
+
+
+def _lfm2(
+    writer: gguf.GGUFWriter, n_layer: int, n_embd: int, n_head: int, n_head_kv: int
+) -> _Shapes:
+    """Short convolutions, and attention in every second layer."""
+    writer.add_head_count_kv([n_head_kv * (layer % 2) for layer in range(n_layer)])
+    writer.add_rope_dimension_count(HEAD_DIM)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_value_length(HEAD_DIM)
+    writer.add_shortconv_l_cache(3)
+    shapes: _Shapes = {}
+    for layer in range(n_layer):
+        shapes[f"blk.{layer}.attn_norm"] = (n_embd,)
+        if layer % 2:
+            shapes |= _attention(layer, n_embd, n_head, n_head_kv)
+            shapes |= _head_norms(layer)
+        else:
+            shapes[f"blk.{layer}.shortconv.conv"] = (n_embd, 3)
+            shapes[f"blk.{layer}.shortconv.in_proj"] = (3 * n_embd, n_embd)
+            shapes[f"blk.{layer}.shortconv.out_proj"] = (n_embd, n_embd)
+        shapes |= _feed_forward(layer, n_embd)
+    return shapes
+
+
+def _mamba(writer: gguf.GGUFWriter, n_layer: int, n_embd: int) -> _Shapes:
+    inner, conv, state, rank = 2 * n_embd, 4, 16, 8
+    writer.add_ssm_conv_kernel(conv)
+    writer.add_ssm_inner_size(inner)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_time_step_rank(rank)
+    shapes: _Shapes = {}
+    for layer in range(n_layer):
+        shapes |= {
+            f"blk.{layer}.attn_norm": (n_embd,),
+            f"blk.{layer}.ssm_in": (2 * inner, n_embd),
+            f"blk.{layer}.ssm_conv1d": (inner, conv),
+            f"blk.{layer}.ssm_conv1d.bias": (inner,),
+            f"blk.{layer}.ssm_x": (rank + 2 * state, inner),
+            f"blk.{layer}.ssm_dt": (inner, rank),
+            f"blk.{layer}.ssm_dt.bias": (inner,),
+            f"blk.{layer}.ssm_a": (inner, state),
+            f"blk.{layer}.ssm_d": (inner,),
+            f"blk.{layer}.ssm_out": (n_embd, inner),
+        }
+    return shapes
+
+
+def _add_tokenizer(
+    writer: gguf.GGUFWriter,
+    tokenizer: Tokenizer,
+    tokens: list[str],
+    types: list[int],
+    scores: list[float],
+    merges: list[str],
+    add_bos: bool,
+) -> None:
+    writer.add_tokenizer_model("gpt2" if tokenizer == "bpe" else "llama")
+    if tokenizer == "bpe":
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_merges(merges)
+    else:
+        writer.add_token_scores(scores)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_bos_token_id(tokens.index(CONTROL_TOKENS[0]))
+    writer.add_eos_token_id(tokens.index(CONTROL_TOKENS[2]))
+    writer.add_add_bos_token(add_bos)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+@functools.cache
+def _vocabulary(
+    tokenizer: Tokenizer,
+) -> tuple[list[str], list[int], list[float], list[str]]:
+    """Give tokens, token types, scores and merges."""
+    kinds = gguf.TokenType
+    tokens = list(CONTROL_TOKENS)
+    types = [int(kinds.CONTROL)] * len(tokens)
+    if tokenizer == "spm":
+        tokens.append("<unk>")
+        types.append(int(kinds.UNKNOWN))
+        tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+        types += [int(kinds.BYTE)] * 256
+        tokens += [chr(code) for code in range(33, 127)] + ["▁", "\n"]
+    else:
+        tokens += [_byte_letters()[byte] for byte in range(256)]
+    pairs = _learn_merges(tokenizer)
+    tokens += [first + second for first, second in pairs]
+    types += [int(kinds.NORMAL)] * (len(tokens) - len(types))
+    tokens += USER_DEFINED_TOKENS
+    types += [int(kinds.USER_DEFINED)] * len(USER_DEFINED_TOKENS)
+    scores = [float(-rank) for rank in range(len(tokens))]
+    return tokens, types, scores, [" ".join(pair) for pair in pairs]
+
+
+def _byte_letters() -> dict[int, str]:
+    """Give the printable letter that byte-level BPE uses for each byte."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain}
+    return letters | {byte: chr(256 + rank) for rank, byte in enumerate(others)}
+
+
+def _learn_merges(tokenizer: Tokenizer, *, count: int = 300) -> list[tuple[str, str]]:
+    """Merge the most frequent neighbours of a short text, again and again."""
+    letters = _byte_letters()
+    spaces = {" ": "▁"} if tokenizer == "spm" else {" ": letters[32]}
+    words = Counter(" " + word for word in _CORPUS.split())
+    split = [
+        ([spaces.get(letter, letter) for letter in word], number)
+        for word, number in sorted(words.items())
+    ]
+    merges: list[tuple[str, str]] = []
+    for _ in range(count):
+        pairs: Counter[tuple[str, str]] = Counter()
+        for letters_of, number in split:
+            for pair in itertools.pairwise(letters_of):
+                pairs[pair] += number
+        if not pairs:
+            break
+        best = max(pairs, key=lambda pair: (pairs[pair], pair))
+        merges.append(best)
+        for letters_of, _number in split:
+            index = 0
+            while index < len(letters_of) - 1:
+                if (letters_of[index], letters_of[index + 1]) == best:
+                    letters_of[index : index + 2] = ["".join(best)]
+                index += 1
+    return list(dict.fromkeys(merges))
