@@ -10,18 +10,13 @@ Rules:
 4. An observer never raises and never waits.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from proxy.llamacpp.gguf_facts import ModelFacts
-
-TokenIds = NDArray[np.int32]
-"""Token ids of one sequence, shape [num_tokens], special tokens included."""
+from proxy.prefix.hashing import TokenIds
 
 
 class ServedModel(Protocol):
@@ -39,7 +34,14 @@ class ServedModel(Protocol):
 
     @property
     def context_tokens(self) -> int:
-        """How many tokens, prompt and reply together, one slot holds."""
+        """How many tokens, prompt and reply together, one slot holds.
+
+        Exact once a runner is ready.
+        """
+        ...
+
+    async def wait_ready(self) -> None:
+        """Wait until a runner is loaded. Raises UpstreamError when none will be."""
         ...
 
     async def render_chat(
@@ -130,8 +132,10 @@ class Turn(Protocol):
         """How long the turn waited for a runner to be loaded (not for a slot)."""
         ...
 
-    def events(self) -> AsyncIterator[dict[str, Any]]:
+    def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield llama-server's `/completion` events; the last has `stop: true`.
+
+        A generator, because it is closed at once where a reply is given up.
 
         Raises UpstreamError (before the first event) and RunnerGone (any time).
         """
@@ -144,7 +148,8 @@ class TurnSource(Protocol):
     def turn(self, request: TurnRequest) -> AbstractAsyncContextManager[Turn]:
         """Wait for a slot, bring back what is worth it; commit and free at exit.
 
-        Cancelling the task frees the slot at once. Raises UpstreamError.
+        Cancelling the task frees the slot at once. Raises UpstreamError, and
+        RequestError when too many wait.
         """
         ...
 

@@ -1,0 +1,110 @@
+"""What the routes that generate nothing tell: facts of the models, in Ollama's words.
+
+Pure: model facts in, JSON-ready values out.
+
+Rules:
+1. `digest` is the SHA-256 of the model file where that is known, else the content
+   digest that kvbus keys KV by; 64 hex characters either way.
+2. A model that is served here stays loaded: `expires_at` lies centuries ahead, as
+   Ollama's does for a keep-alive without end.
+"""
+
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Any
+
+from proxy.llamacpp.gguf_facts import ModelFacts
+from proxy.ollama.backend import ServedModel
+from proxy.ollama.translate import format_time
+
+_FOREVER_NS = 2**63 - 1
+"""Go's longest duration: Ollama adds it to now for `keep_alive: -1`."""
+
+_CAPABILITIES = ("completion",)
+
+
+def tags_reply(models: Iterable[ServedModel]) -> dict[str, Any]:
+    """Make the answer of /api/tags, newest model first."""
+    newest_first = sorted(models, key=lambda model: -model.facts.mtime_ns)
+    return {"models": [_tag(model) for model in newest_first]}
+
+
+def ps_reply(models: Iterable[ServedModel], *, time_ns: int) -> dict[str, Any]:
+    """Make the answer of /api/ps for the models that are loaded."""
+    return {
+        "models": [
+            {
+                "name": model.name,
+                "model": model.name,
+                "size": model.facts.size_bytes,
+                "digest": _digest(model.facts),
+                "details": _details(model.facts),
+                "expires_at": format_time(time_ns + _FOREVER_NS),
+                "size_vram": 0,
+                "context_length": model.context_tokens,
+            }
+            for model in models
+        ]
+    }
+
+
+def show_reply(model: ServedModel) -> dict[str, Any]:
+    """Make the answer of /api/show."""
+    facts = model.facts
+    reply: dict[str, Any] = {"license": facts.license} if facts.license else {}
+    template = facts.chat_template
+    return {
+        **reply,
+        "modelfile": _modelfile(facts),
+        "template": template,
+        "details": _details(facts),
+        "model_info": {
+            name: [] if isinstance(value, list) else value
+            for name, value in sorted(facts.metadata.items())
+        },
+        "capabilities": list(_CAPABILITIES),
+        "modified_at": format_time(facts.mtime_ns),
+    }
+
+
+def _tag(model: ServedModel) -> dict[str, Any]:
+    facts = model.facts
+    return {
+        "name": model.name,
+        "model": model.name,
+        "modified_at": format_time(facts.mtime_ns),
+        "size": facts.size_bytes,
+        "digest": _digest(facts),
+        "details": {
+            **_details(facts),
+            "context_length": facts.context_length,
+            "embedding_length": facts.embedding_length,
+        },
+        "capabilities": list(_CAPABILITIES),
+    }
+
+
+def _details(facts: ModelFacts) -> dict[str, Any]:
+    return {
+        "parent_model": "",
+        "format": "gguf",
+        "family": facts.architecture,
+        "families": [facts.architecture],
+        "parameter_size": facts.parameter_size,
+        "quantization_level": facts.quantization_level,
+    }
+
+
+def _digest(facts: ModelFacts) -> str:
+    return facts.file_sha256 or facts.content_digest
+
+
+def _modelfile(facts: ModelFacts) -> str:
+    """Write what Ollama would show; the file's name alone, not where it lies."""
+    lines = [
+        "# The model is served from this file",
+        f"FROM {PurePath(facts.path).name}",
+    ]
+    if facts.chat_template:
+        lines.append(f'TEMPLATE """{facts.chat_template}"""')
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,314 @@
+"""What a client of Ollama asks for: bytes in, frozen requests out.
+
+Rules:
+1. Parsing needs no model. What depends on the model (its name, what it is able to
+   do) is checked after it was found: `check_supported`. Types of options and the
+   format come last: Ollama reports errors in this order.
+2. A field that we do not serve yet is refused in Ollama's own words, never ignored.
+   Fields that Ollama does not know are ignored, as it does.
+3. `truncate` and `shift` are read and have no effect: a prompt that does not fit is
+   refused, and a reply ends where the context does.
+4. `thinking` of earlier messages is dropped, as Ollama drops it for models whose
+   template is their own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from proxy.errors import RequestError
+from proxy.ollama.gojson import Fields, decode
+from proxy.ollama.options import parse_keep_alive
+
+_THINK_LEVELS = ("low", "medium", "high", "max")
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_REGISTRY = "registry.ollama.ai"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceRequest:
+    """What `/api/generate` and `/api/chat` have in common."""
+
+    model: str
+    """The name as sent: replies echo it."""
+    stream: bool
+    options: Mapping[str, Any]
+    """Not yet checked: see `parse_options`."""
+    format: Any
+    """Not yet checked: see `parse_format`."""
+    keep_alive_seconds: float | None
+    think: bool | str | None
+    logprobs: bool
+    top_logprobs: int
+    debug_render_only: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest(InferenceRequest):
+    """A body of POST /api/generate."""
+
+    prompt: str
+    suffix: str
+    system: str
+    template: str
+    has_context: bool
+    has_images: bool
+    raw: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it only loads or unloads the model."""
+        return not self.prompt
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Tell the conversation that a prompt which is not raw stands for."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.prompt}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+    tool_name: str = ""
+    tool_call_id: str = ""
+    has_images: bool = False
+    has_tool_calls: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(InferenceRequest):
+    """A body of POST /api/chat."""
+
+    conversation: tuple[ChatMessage, ...]
+    has_tools: bool
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it only loads or unloads the model."""
+        return not self.conversation
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Tell the conversation in the words of llama-server."""
+        return [_wire_message(message) for message in self.conversation]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShowRequest:
+    """A body of POST /api/show."""
+
+    model: str
+
+
+def _wire_message(message: ChatMessage) -> dict[str, Any]:
+    wire = {"role": message.role, "content": message.content}
+    if message.tool_name:
+        wire["name"] = message.tool_name
+    if message.tool_call_id:
+        wire["tool_call_id"] = message.tool_call_id
+    return wire
+
+
+def parse_generate(body: bytes) -> GenerateRequest:
+    """Read a body of /api/generate. Raises RequestError (400)."""
+    fields = Fields.of(decode(body), "GenerateRequest")
+    context = fields.array("context", "[]int")
+    for entry in context:
+        if isinstance(entry, bool) or not isinstance(entry, int):
+            raise fields.refuse("context", entry, "int")
+    return GenerateRequest(
+        **_common_fields(fields),
+        prompt=fields.text("prompt"),
+        suffix=fields.text("suffix"),
+        system=fields.text("system"),
+        template=fields.text("template"),
+        has_context=bool(context),
+        has_images=_has_images(fields),
+        raw=fields.flag("raw"),
+    )
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Read a body of /api/chat. Raises RequestError (400)."""
+    fields = Fields.of(decode(body), "ChatRequest")
+    conversation = tuple(
+        _parse_message(entry) for entry in fields.array("messages", "[]api.Message")
+    )
+    return ChatRequest(
+        **_common_fields(fields),
+        conversation=conversation,
+        has_tools=bool(fields.array("tools", "api.Tools")),
+    )
+
+
+def parse_show(body: bytes) -> ShowRequest:
+    """Read a body of /api/show. Raises RequestError (400)."""
+    fields = Fields.of(decode(body), "ShowRequest")
+    fields.flag("verbose")
+    name = fields.text("model") or fields.text("name")
+    if not name:
+        raise RequestError(400, "model is required")
+    return ShowRequest(model=name)
+
+
+def _common_fields(fields: Fields) -> dict[str, Any]:
+    """Read the fields of InferenceRequest, by its names."""
+    fields.flag("truncate")
+    fields.flag("shift")
+    return {
+        "model": fields.text("model"),
+        "stream": fields.flag("stream", default=True),
+        "options": fields.mapping("options", "map[string]interface {}"),
+        "format": fields.anything("format"),
+        "keep_alive_seconds": parse_keep_alive(fields.anything("keep_alive")),
+        "think": _parse_think(fields.anything("think")),
+        "logprobs": fields.flag("logprobs"),
+        "top_logprobs": fields.integer("top_logprobs"),
+        "debug_render_only": fields.flag("_debug_render_only"),
+    }
+
+
+def _parse_message(value: object) -> ChatMessage:
+    fields = Fields.of(value, "ChatRequest", path="messages.")
+    fields.text("thinking")
+    return ChatMessage(
+        role=fields.text("role").lower(),
+        content=fields.text("content"),
+        tool_name=fields.text("tool_name"),
+        tool_call_id=fields.text("tool_call_id"),
+        has_images=_has_images(fields),
+        has_tool_calls=bool(fields.array("tool_calls", "[]api.ToolCall")),
+    )
+
+
+def _has_images(fields: Fields) -> bool:
+    images = fields.array("images", "[]api.ImageData")
+    for image in images:
+        if not isinstance(image, str):
+            raise fields.refuse("images", image, "api.ImageData")
+    return bool(images)
+
+
+def _parse_think(value: object) -> bool | str | None:
+    if value is None or isinstance(value, bool):
+        return value
+    if not isinstance(value, str):
+        raise RequestError(
+            400,
+            'think must be a boolean or string ("high", "medium", "low", "max", '
+            "true, or false)",
+        )
+    if value not in _THINK_LEVELS:
+        raise RequestError(
+            400,
+            f'invalid think value: {_quoted(value)} (must be true, false, "high", '
+            '"medium", "low", or "max")',
+        )
+    return value
+
+
+def parse_format(value: object) -> dict[str, Any] | None:
+    """Read `format` as a JSON Schema; None for free text.
+
+    Raises RequestError (500, as Ollama) for anything but "json" or an object.
+    """
+    match value:
+        case None | "":
+            return None
+        case "json":
+            return _ANY_OBJECT
+        case dict():
+            return value
+        case _:
+            shown = orjson.dumps(value).decode()
+            raise RequestError(
+                500,
+                f'invalid format: {shown}; expected "json" or a valid JSON Schema '
+                "object",
+            )
+
+
+def check_model_given(request: GenerateRequest | ChatRequest) -> None:
+    """Refuse a request that names no model, in the words of its route."""
+    if request.model:
+        return
+    if isinstance(request, ChatRequest):
+        raise RequestError(400, "model is required")
+    raise model_not_found("")
+
+
+def model_not_found(name: str) -> RequestError:
+    """Make the answer for a model that is not served here."""
+    return RequestError(404, f"model '{name}' not found")
+
+
+def is_unload(request: GenerateRequest | ChatRequest) -> bool:
+    """Whether the request only asks to unload the model."""
+    return request.is_empty and request.keep_alive_seconds == 0
+
+
+def check_supported(request: GenerateRequest | ChatRequest, *, full_name: str) -> None:
+    """Refuse what the model, or kvbus, cannot do.
+
+    `full_name` is the model's own name with its tag. Raises RequestError (400).
+    """
+    if not 0 <= request.top_logprobs <= 20:
+        raise RequestError(400, "top_logprobs must be between 0 and 20")
+    if isinstance(request, GenerateRequest):
+        _check_generate(request, full_name)
+    else:
+        _check_chat(request, full_name)
+    if request.think:
+        raise RequestError(400, f"{_quoted(request.model)} does not support thinking")
+    if request.logprobs:
+        raise RequestError(400, "logprobs are not supported here: leave the field out")
+
+
+def _check_generate(request: GenerateRequest, full_name: str) -> None:
+    if request.raw and (request.template or request.system or request.has_context):
+        raise RequestError(
+            400, "raw mode does not support template, system, or context"
+        )
+    if request.suffix:
+        raise _lacks(full_name, "insert")
+    if request.template:
+        raise RequestError(
+            400,
+            "template is not supported here: the model's own chat template is used; "
+            "to use another, send the finished prompt with raw",
+        )
+    if request.has_context:
+        raise RequestError(
+            400,
+            "context is not supported here: send the conversation to /api/chat "
+            "instead (its KV is reused all the same)",
+        )
+    if request.has_images:
+        raise _lacks_vision(request.model)
+
+
+def _check_chat(request: ChatRequest, full_name: str) -> None:
+    has_calls = any(message.has_tool_calls for message in request.conversation)
+    if request.has_tools or has_calls:
+        raise _lacks(full_name, "tools")
+    if any(message.has_images for message in request.conversation):
+        raise _lacks_vision(request.model)
+
+
+def _lacks(full_name: str, ability: str) -> RequestError:
+    space = "" if "/" in full_name else "library/"
+    return RequestError(
+        400, f"{_REGISTRY}/{space}{full_name} does not support {ability}"
+    )
+
+
+def _lacks_vision(name: str) -> RequestError:
+    return RequestError(400, f"{_quoted(name)} does not support images")
+
+
+def _quoted(text: str) -> str:
+    return orjson.dumps(text).decode()

@@ -1,0 +1,236 @@
+"""How a turn becomes a reply on the wire, and what is remembered of it.
+
+Rules:
+1. Nothing is sent before the first line exists: what fails until then is raised, and
+   gets a real status. What fails later is one last line `{"error": ...}`, no `done`.
+2. One line is written and awaited before the next event is read: a slow reader
+   slows the engine, and no reply is collected in memory, unless it was asked for in
+   one piece.
+3. The whole reply is handed to the socket before the turn ends: storing KV costs the
+   client nothing.
+4. A reply that is given up closes the turn's events at once.
+"""
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+
+from aiohttp import web
+
+from proxy.errors import RunnerGone
+from proxy.ollama import translate
+from proxy.ollama.backend import RequestObserver, RequestOutcome, Turn
+from proxy.ollama.failures import (
+    CLIENT_GONE_STATUS,
+    failure_response,
+    json_response,
+    to_failure,
+)
+from proxy.ollama.options import NANOSECONDS
+from proxy.ollama.translate import ReplyKind, TurnTotals
+
+
+@dataclass(slots=True)
+class Progress:
+    """What one request has come to so far."""
+
+    kind: ReplyKind
+    started: float = field(default_factory=time.monotonic)
+    model: str = ""
+    load_seconds: float = 0.0
+    status: int = 200
+    error: str = ""
+    done_reason: str = ""
+    turn: Turn | None = None
+    totals: TurnTotals | None = None
+    first_token_seconds: float | None = None
+    response: web.StreamResponse | None = None
+    """The reply, where one was begun."""
+    total_seconds: float | None = None
+    """Known once the whole answer is handed to the socket."""
+
+    def elapsed_seconds(self) -> float:
+        """Time since the request was received."""
+        return time.monotonic() - self.started
+
+    def note_answered(self) -> None:
+        """Stop the clock: what follows (storing KV) is not the client's wait."""
+        self.total_seconds = self.elapsed_seconds()
+
+    def note_client_gone(self) -> None:
+        """Note a client that left, unless it had got everything before."""
+        if self.total_seconds is None:
+            self.status, self.error = CLIENT_GONE_STATUS, "ClientGone"
+
+    def outcome(self) -> RequestOutcome:
+        """Freeze it for the observer."""
+        turn, totals = self.turn, self.totals
+        return RequestOutcome(
+            route=self.kind.value,
+            model=self.model,
+            status=self.status,
+            error=self.error,
+            done_reason=self.done_reason,
+            request_id=turn.request_id if turn else "",
+            decision=turn.decision if turn else "",
+            reason=turn.reason if turn else "",
+            restored_tokens=turn.restored_tokens if turn else 0,
+            num_prompt_tokens=totals.num_prompt_tokens if totals else 0,
+            num_cached_tokens=totals.num_cached_tokens if totals else 0,
+            num_decoded_tokens=totals.num_decoded_tokens if totals else 0,
+            first_token_seconds=self.first_token_seconds,
+            total_seconds=self.total_seconds or self.elapsed_seconds(),
+        )
+
+
+class TurnReply:
+    """The reply of one turn: pieces of text, then the totals."""
+
+    def __init__(
+        self,
+        turn: Turn,
+        progress: Progress,
+        *,
+        observer: RequestObserver,
+        model_as_sent: str,
+    ) -> None:
+        self.progress = progress
+        self._turn = turn
+        self._observer = observer
+        self._model = model_as_sent
+
+    async def texts(self) -> AsyncGenerator[str]:
+        """Yield the pieces of text; the totals are known after the last one.
+
+        Raises UpstreamError, RunnerGone.
+        """
+        async with aclosing(self._turn.events()) as events:
+            async for event in events:
+                text = translate.read_text(event)
+                if text:
+                    self._note_text()
+                    yield text
+                if event.get("stop"):
+                    self.progress.totals = translate.read_totals(event)
+                    self.progress.done_reason = self.progress.totals.done_reason
+                    return
+        raise RunnerGone("its answer broke off")
+
+    def _note_text(self) -> None:
+        progress = self.progress
+        if progress.first_token_seconds is None:
+            progress.first_token_seconds = progress.elapsed_seconds()
+            self._observer.first_token(
+                progress.kind.value,
+                model=progress.model,
+                seconds=progress.first_token_seconds,
+            )
+
+    def text_object(self, text: str) -> dict[str, object]:
+        """Make a line in the middle."""
+        return translate.text_reply(
+            self.progress.kind, model=self._model, time_ns=time.time_ns(), text=text
+        )
+
+    def final_object(self, text: str) -> dict[str, object]:
+        """Make the last line, or the whole reply. The totals must be known."""
+        assert self.progress.totals is not None
+        load_seconds = self.progress.load_seconds + self._turn.load_seconds
+        return translate.final_reply(
+            self.progress.kind,
+            self.progress.totals,
+            model=self._model,
+            time_ns=time.time_ns(),
+            text=text,
+            total_ns=round(self.progress.elapsed_seconds() * NANOSECONDS),
+            load_ns=round(load_seconds * NANOSECONDS),
+        )
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection while we wrote to it."""
+
+
+async def send_whole(
+    request: web.Request, reply: TurnReply, headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """Answer with the whole reply in one object."""
+    async with aclosing(reply.texts()) as texts:
+        text = "".join([piece async for piece in texts])
+    response = json_response(reply.final_object(text))
+    response.headers.update(headers)
+    reply.progress.response = response
+    try:
+        await response.prepare(request)
+        await response.write_eof()
+    except ConnectionResetError:
+        reply.progress.note_client_gone()
+    else:
+        reply.progress.note_answered()
+    return response
+
+
+async def send_stream(
+    request: web.Request, reply: TurnReply, headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """Answer line by line.
+
+    Raises what the turn raises, which may be after the first line: see
+    `end_in_failure`. Raises ClientGoneError.
+    """
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": "application/x-ndjson",
+            "X-Accel-Buffering": "no",
+            **headers,
+        }
+    )
+    reply.progress.response = response
+
+    async def send(value: Mapping[str, object]) -> None:
+        try:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(translate.to_line(value))
+        except ConnectionResetError as exc:
+            raise ClientGoneError from exc
+
+    async with aclosing(reply.texts()) as texts:
+        async for text in texts:
+            await send(reply.text_object(text))
+    await send(reply.final_object(""))
+    await _end(response, reply.progress)
+    return response
+
+
+async def end_in_failure(progress: Progress, exc: Exception) -> web.StreamResponse:
+    """Answer a request that failed, with what is still possible.
+
+    Before the first line that is an error with its status, after it one last line.
+    """
+    response = progress.response
+    if response is None or not response.prepared:
+        failure = to_failure(exc)
+        progress.status, progress.error = failure.status, failure.kind
+        return failure_response(failure)
+    if isinstance(exc, ClientGoneError):
+        progress.note_client_gone()
+        return response
+    failure = to_failure(exc)
+    progress.error = failure.kind
+    if progress.total_seconds is None:
+        line = translate.to_line(translate.error_reply(failure.message))
+        with suppress(ConnectionResetError):
+            await response.write(line)
+        await _end(response, progress)
+    return response
+
+
+async def _end(response: web.StreamResponse, progress: Progress) -> None:
+    try:
+        await response.write_eof()
+    except ConnectionResetError:
+        progress.note_client_gone()
+    else:
+        progress.note_answered()
