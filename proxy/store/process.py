@@ -38,7 +38,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-class SocketTaken(ConfigError):
+class SocketTakenError(ConfigError):
     """Another store holds the lock of this socket."""
 
 
@@ -75,14 +75,14 @@ class InstanceLock:
 
     @classmethod
     def acquire(cls, path: Path, *, is_service: bool) -> Self:
-        """Take the lock. Raises SocketTaken when another store has it."""
+        """Take the lock. Raises SocketTakenError when another store has it."""
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(fd)
-                raise SocketTaken(f"another store holds {path}") from None
+                raise SocketTakenError(f"another store holds {path}") from None
             # The one that we waited for may have unlinked the file as it ended.
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(fd).st_ino:

@@ -1,0 +1,65 @@
+"""Moves blocks between a mapped slot file and contiguous memory.
+
+A whole run of a block is one strided copy of numpy, which releases the interpreter
+lock; no Python code runs per piece.
+
+Rules:
+1. A view is made only when the file has all bytes that the layout names, so no later
+   access needs a check.
+2. A view holds its mapping: a copy that was given up by its caller still writes to
+   mapped memory.
+"""
+
+import mmap
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from proxy.blocks import BlockLayout
+from proxy.errors import StoreError
+from proxy.store.envelope import Bytes
+
+
+class SlotView:
+    """The places of blocks in one mapped slot file."""
+
+    def __init__(self, mapping: mmap.mmap | Bytes, layout: BlockLayout) -> None:
+        """Take `mapping` (bytes of the file from offset 0) apart by `layout`.
+
+        Raises StoreError when the file is shorter than the layout.
+        """
+        memory = np.frombuffer(mapping, dtype=np.uint8)
+        if layout.end > memory.size:
+            raise StoreError(
+                f"the slot file has {memory.size} bytes, the layout needs {layout.end}"
+            )
+        self.layout = layout
+        self._memory = memory
+        # per run: [num_blocks, count, piece_bytes]
+        self._runs = [
+            as_strided(
+                memory[run.offset :],
+                shape=(layout.num_blocks, run.count, run.piece_bytes),
+                strides=(run.piece_bytes, run.stride, 1),
+                writeable=memory.flags.writeable,
+            )
+            for run in layout.runs
+        ]
+
+    def scatter(self, index: int, payload: Bytes) -> None:
+        """Copy a payload [block_bytes] to the place of block `index`."""
+        start = 0
+        for run in self._runs:
+            place = run[index]
+            stop = start + place.size
+            np.copyto(place, payload[start:stop].reshape(place.shape))
+            start = stop
+
+    def gather(self, index: int, payload: Bytes) -> None:
+        """Copy block `index` into `payload` [block_bytes]."""
+        start = 0
+        for run in self._runs:
+            place = run[index]
+            stop = start + place.size
+            np.copyto(payload[start:stop].reshape(place.shape), place)
+            start = stop
