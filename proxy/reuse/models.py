@@ -77,6 +77,10 @@ class Model:
                 500, "timed out waiting for llama-server to start"
             ) from exc
 
+    async def wait_change(self) -> None:
+        """Wait until a runner comes or goes."""
+        await self._changed.wait()
+
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]
     ) -> str:
@@ -126,6 +130,10 @@ class ModelCatalog:
         if key in self._models:
             raise ConfigError(f"two models are called {model.name}")
         self._models[key] = model
+
+    def remove(self, model: Model) -> None:
+        """Serve a model no longer."""
+        del self._models[_key(model.name)]
 
     def resolve(self, name: str) -> Model | None:
         """Find a model by a name that a client sent."""

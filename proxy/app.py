@@ -1,0 +1,250 @@
+"""The composition root: builds everything, brings it up in order, takes it down.
+
+The only place that constructs concrete classes. Order of start: listener (requests
+wait for their model), store and runners at once, then the ready line. Order of end:
+no new connections, streams get `STREAM_GRACE_SECONDS`, commits under way a moment,
+then runners and store; all within five seconds.
+"""
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+import sys
+from contextlib import AsyncExitStack
+
+from aiohttp import web
+
+from proxy.admin import Admin
+from proxy.config import ServeOptions
+from proxy.errors import ConfigError, StoreError
+from proxy.metrics import Metrics
+from proxy.model_files import DEFAULT_MODEL_NAME, ensure_default_model
+from proxy.observer import MetricsObserver
+from proxy.ollama.guard import GuardOptions, install_guard
+from proxy.ollama.handlers import ApiOptions, OllamaApi
+from proxy.reuse.models import Model, ModelCatalog
+from proxy.reuse.orchestrator import Orchestrator
+from proxy.runtime import OwnedDirectory
+from proxy.serving import EngineOptions, Serving
+from proxy.store.supervisor import StoreSupervisor
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 256 << 20
+"""Bodies hold prompts and images; Ollama itself sets no limit."""
+
+STREAM_GRACE_SECONDS = 3.0
+COMMIT_GRACE_SECONDS = 0.3
+STORE_RETRY_SECONDS = 5.0
+
+
+class Application:
+    """One `kvbus serve`."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self.metrics = Metrics()
+        self.catalog = ModelCatalog()
+        store_options = options.store_options()
+        self._supervisor = StoreSupervisor(store_options) if store_options else None
+        store = self._supervisor.client if self._supervisor else None
+        self._orchestrator = Orchestrator(
+            catalog=self.catalog,
+            store=store,
+            mode=options.restore,
+            metrics=self.metrics,
+        )
+        self._admin = Admin(
+            catalog=self.catalog,
+            metrics=self.metrics,
+            store=store,
+            is_ready=lambda: self.is_ready,
+        )
+        # the mutable state
+        self.is_ready = False
+        self.port = 0
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set. Raises ConfigError when it cannot start."""
+        async with AsyncExitStack() as stack:
+            options = self._options
+            sockets = OwnedDirectory(options.runtime, "serve-")
+            stack.callback(sockets.close)
+            slot_files = OwnedDirectory(options.slot_root, "serve-")
+            stack.callback(slot_files.close)
+            serving = Serving(
+                catalog=self.catalog,
+                metrics=self.metrics,
+                engine=EngineOptions(
+                    runners=options.runners,
+                    slots=options.slots,
+                    context_tokens=options.ctx,
+                    kv_type=options.kv_type,
+                    flash_attention=options.flash_attn,
+                    cache_ram_mib=options.cache_ram,
+                    block_size=options.block_size,
+                ),
+                cache_dir=options.cache / "facts",
+                socket_dir=sockets.path,
+                slot_dir=slot_files.path,
+            )
+            front = await self._listen()
+            stack.push_async_callback(self._take_down, front, serving)
+            starting = asyncio.create_task(self._bring_up(serving))
+            stopping = asyncio.create_task(stop.wait())
+            stack.callback(starting.cancel)
+            stack.callback(stopping.cancel)
+            await asyncio.wait(
+                {starting, stopping}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if starting.done():
+                starting.result()
+                self.is_ready = True
+                say(self._ready_line())
+            await stopping
+            self.is_ready = False
+
+    async def _listen(self) -> web.AppRunner:
+        host, port = self._options.listen
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        addresses = await _resolve(host, port)
+        install_guard(
+            app,
+            GuardOptions(
+                is_loopback_listener=all(map(_is_loopback, addresses)),
+                origins=self._options.origins,
+            ),
+        )
+        api = OllamaApi(
+            self.catalog,
+            self._orchestrator,
+            observer=MetricsObserver(self.metrics),
+            options=ApiOptions(response_headers=self._options.response_headers),
+        )
+        app.add_routes(api.routes())
+        app.add_routes(self._admin.routes())
+        front = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=STREAM_GRACE_SECONDS,
+        )
+        await front.setup()
+        try:
+            await web.TCPSite(front, host, port).start()
+        except OSError as exc:
+            await front.cleanup()
+            raise ConfigError(f"--listen {host}:{port}: {exc.strerror}") from exc
+        self.port = front.addresses[0][1]
+        return front
+
+    async def _bring_up(self, serving: Serving) -> None:
+        options = self._options
+        models = list(options.model)
+        if not models and not options.upstream:
+            path = await asyncio.to_thread(ensure_default_model, options.cache, say)
+            models = [(DEFAULT_MODEL_NAME, path)]
+        store = asyncio.create_task(self._start_store())
+        try:
+            for name, path in models:
+                await serving.start_embedded(name, path)
+            await serving.start_attached(list(options.upstream))
+            for model in self.catalog.models():
+                await _first_runners(model)
+            await store
+        finally:
+            store.cancel()
+
+    async def _start_store(self) -> None:
+        """Bring the store up; without it kvbus serves, and goes on trying."""
+        if self._supervisor is None:
+            return
+        try:
+            await self._supervisor.start()
+        except StoreError as exc:
+            logger.warning("event=store.away reason=%r", str(exc))
+            task = asyncio.create_task(self._retry_store(self._supervisor))
+            self._background.add(task)
+
+    async def _retry_store(self, supervisor: StoreSupervisor) -> None:
+        while True:
+            await asyncio.sleep(STORE_RETRY_SECONDS)
+            try:
+                await supervisor.start()
+            except (StoreError, ConfigError) as exc:
+                logger.warning("event=store.away reason=%r", str(exc))
+            else:
+                return
+
+    async def _take_down(self, front: web.AppRunner, serving: Serving) -> None:
+        await front.cleanup()
+        for task in self._background:
+            task.cancel()
+        await self._orchestrator.drain(timeout_seconds=COMMIT_GRACE_SECONDS)
+        ends = [serving.stop()]
+        if self._supervisor is not None:
+            ends.append(self._supervisor.stop())
+        await asyncio.gather(*ends)
+
+    def _ready_line(self) -> str:
+        host = self._options.listen[0]
+        models = ", ".join(
+            f"{model.name} ({len(model.runners)} x {len(model.pool.slots)} slots)"
+            if len(model.runners) == 1
+            else f"{model.name} ({len(model.runners)} runners)"
+            for model in self.catalog.models()
+        )
+        shown = f"[{host}]" if ":" in host else host
+        return f"kvbus is ready on http://{shown}:{self.port} - {models or 'no models'}"
+
+
+def serve(options: ServeOptions) -> int:
+    """Run `kvbus serve`; returns its exit code."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # cores hold prompts
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s %(message)s",
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("httpcore").setLevel(logging.WARNING)
+    asyncio.run(_serve(options))
+    return 0
+
+
+async def _serve(options: ServeOptions) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await Application(options).run(stop)
+
+
+def say(text: str) -> None:
+    """Tell the operator something, at once."""
+    print(text, flush=True)
+
+
+async def _first_runners(model: Model) -> None:
+    """Wait until a runner of the model is up. Raises ConfigError if none comes."""
+    while not model.is_running:
+        failed = [runner for runner in model.runners if runner.has_failed]
+        if failed and len(failed) == len(model.runners):
+            raise ConfigError(f"model {model.name}: {failed[0].failure}")
+        await model.wait_change()
+
+
+async def _resolve(host: str, port: int) -> list[str]:
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as exc:
+        raise ConfigError(f"--listen {host}:{port}: {exc.strerror}") from exc
+    return [str(address[4][0]) for address in found]
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")

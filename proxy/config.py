@@ -1,0 +1,413 @@
+"""Every setting of `kvbus serve`: flags > environment > file > defaults.
+
+One table (`SETTINGS`) makes the flags, the KVBUS_* variables, the keys of the TOML
+file and the help. Rules:
+1. A wrong value is one clear line (`ConfigError`) that names where it came from.
+2. An unknown key in the file is an error with the nearest known name.
+"""
+
+import argparse
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from proxy.errors import ConfigError
+from proxy.llamacpp.attached import AttachedOptions
+from proxy.memory import SEGMENT_BYTES, default_store_bytes
+from proxy.model_files import default_cache_dir
+from proxy.reuse.plan import RestoreMode
+from proxy.runtime import default_runtime_dir, default_slot_root
+from proxy.store.options import MIN_SEGMENT_BYTES, StoreOptions
+
+KV_TYPES = ("f16", "q8_0", "q4_0")
+FLASH_ATTENTION = ("on", "off", "auto")
+DEFAULT_DISK_BYTES = 8 << 30
+STORE_LINGER_SECONDS = 30.0
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that "3G", "512MiB" or "1000" mean (powers of 1024)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 512M or 4G")
+    exponent = " kmgt".index((match[2] or " ").lower())
+    return int(float(match[1]) * 1024**exponent)
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Return (host, port) of HOST:PORT, [::1]:PORT, :PORT or PORT."""
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise ValueError(f"{text!r} is not HOST:PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def parse_model(text: str) -> tuple[str, Path]:
+    """Return (name, path) of NAME=PATH.gguf."""
+    name, separator, path = text.partition("=")
+    if not separator or not re.fullmatch(r"[A-Za-z0-9][\w./-]*(:[\w.-]+)?", name):
+        raise ValueError(f"{text!r} is not NAME=PATH.gguf")
+    if not path:
+        raise ValueError(f"{text!r} names no file")
+    return name, Path(path).expanduser()
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdigit() or int(text) < least:
+            raise ValueError(f"{text!r} is not a number from {least} on")
+        return int(text)
+
+    return parse
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"{text!r} is not one of {', '.join(words)}")
+        return text
+
+    return parse
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("", "0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{text!r} is neither true nor false")
+
+
+def _block_size(text: str) -> int | None:
+    if text == "auto":
+        return None
+    size = int(text) if text.isdigit() else 0
+    if not 1 <= size <= 4096:
+        raise ValueError(f"{text!r} is neither auto nor a number from 1 to 4096")
+    return size
+
+
+def _store(text: str) -> str:
+    kind, separator, rest = text.partition(":")
+    plain = text in ("embedded", "none")
+    pool = text.startswith("mooncake://") and re.fullmatch(r"[^/]+:\d+", text[11:])
+    disk = kind == "disk" and separator and rest
+    if not (plain or pool or disk):
+        raise ValueError(
+            f"{text!r} is not embedded, mooncake://HOST:PORT, disk:DIR or none"
+        )
+    return text
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row: a name as on the command line, without the dashes."""
+
+    name: str
+    parse: Callable[[str], Any]
+    default: str | None
+    metavar: str
+    help: str
+    repeatable: bool = False
+
+    @property
+    def attribute(self) -> str:
+        """Its name in `ServeOptions`, and in upper case after KVBUS_."""
+        return self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return f"KVBUS_{self.attribute.upper()}"
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "listen",
+        parse_listen,
+        "127.0.0.1:11435",
+        "HOST:PORT",
+        "where clients connect",
+    ),
+    Setting(
+        "model",
+        parse_model,
+        None,
+        "NAME=PATH.gguf",
+        "serve this model file with runners of our own; may be repeated",
+        repeatable=True,
+    ),
+    Setting(
+        "upstream",
+        AttachedOptions.parse,
+        None,
+        "URL[#slot-dir=DIR]",
+        "use this running llama-server; may be repeated",
+        repeatable=True,
+    ),
+    Setting("runners", _count(1), "1", "N", "llama-server processes for each --model"),
+    Setting("slots", _count(1), "1", "N", "slots of each runner"),
+    Setting(
+        "ctx",
+        _count(16),
+        None,
+        "N",
+        "context of each slot in tokens (default: 8192, or the model's limit)",
+    ),
+    Setting(
+        "kv-type", _one_of(*KV_TYPES), "f16", "|".join(KV_TYPES), "type of K and V"
+    ),
+    Setting(
+        "flash-attn",
+        _one_of(*FLASH_ATTENTION),
+        "auto",
+        "|".join(FLASH_ATTENTION),
+        "flash attention",
+    ),
+    Setting(
+        "cache-ram",
+        _count(0),
+        None,
+        "MIB",
+        "the engine's own RAM cache (default: the engine's)",
+    ),
+    Setting(
+        "block-size", _block_size, "auto", "auto|N", "tokens of a KV block in the store"
+    ),
+    Setting(
+        "store",
+        _store,
+        "embedded",
+        "embedded|mooncake://HOST:PORT|disk:DIR|none",
+        "where KV blocks live",
+    ),
+    Setting(
+        "store-size",
+        parse_size,
+        None,
+        "SIZE",
+        "memory of the store, or of a disk store its size (default: a quarter of"
+        " the free memory, at most 4G; disk: 8G)",
+    ),
+    Setting(
+        "store-disk",
+        parse_size,
+        "0",
+        "SIZE",
+        "size of a disk tier below the memory; 0: none",
+    ),
+    Setting(
+        "store-expose",
+        _flag,
+        "false",
+        "true|false",
+        "allow an embedded store that others on the network can read and write",
+    ),
+    Setting(
+        "restore",
+        lambda text: RestoreMode(_one_of(*RestoreMode)(text)),
+        "auto",
+        "auto|always|never",
+        "restore stored KV when that is cheaper, always, or never",
+    ),
+    Setting(
+        "response-headers",
+        _flag,
+        "false",
+        "true|false",
+        "tell decision and restored tokens in X-KVBus-* response headers",
+    ),
+    Setting(
+        "origins",
+        lambda text: tuple(filter(None, (part.strip() for part in text.split(",")))),
+        "",
+        "LIST",
+        "further browser origins to allow, comma separated (as OLLAMA_ORIGINS)",
+    ),
+    Setting(
+        "cache-dir",
+        _path,
+        None,
+        "DIR",
+        "models and disk blocks (default: user's cache)",
+    ),
+    Setting(
+        "runtime-dir", _path, None, "DIR", "sockets and locks (default: user's own)"
+    ),
+    Setting(
+        "slot-dir", _path, None, "DIR", "slot files (default: in /dev/shm, if there)"
+    ),
+    Setting(
+        "log-level",
+        _one_of("debug", "info", "warning", "error"),
+        "info",
+        "LEVEL",
+        "what is logged to stderr",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """The settings in force; each field is one row of `SETTINGS`."""
+
+    listen: tuple[str, int]
+    model: tuple[tuple[str, Path], ...]
+    upstream: tuple[AttachedOptions, ...]
+    runners: int
+    slots: int
+    ctx: int | None
+    kv_type: str
+    flash_attn: str
+    cache_ram: int | None
+    block_size: int | None
+    store: str
+    store_size: int | None
+    store_disk: int
+    store_expose: bool
+    restore: RestoreMode
+    response_headers: bool
+    origins: tuple[str, ...]
+    cache_dir: Path | None
+    runtime_dir: Path | None
+    slot_dir: Path | None
+    log_level: str
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each setting that is not a default came from."""
+
+    @property
+    def cache(self) -> Path:
+        """The directory of models, facts and disk blocks."""
+        return self.cache_dir or default_cache_dir()
+
+    @property
+    def runtime(self) -> Path:
+        """The directory of sockets and locks."""
+        return self.runtime_dir or default_runtime_dir()
+
+    @property
+    def slot_root(self) -> Path:
+        """The directory below which slot files live."""
+        return self.slot_dir or default_slot_root()
+
+    def store_options(self) -> StoreOptions | None:
+        """Return what the store process is told; None for no store."""
+        if self.store == "none":
+            return None
+        common: dict[str, Any] = {
+            "runtime_dir": self.runtime,
+            "linger_seconds": STORE_LINGER_SECONDS,
+        }
+        if self.store.startswith("disk:"):
+            return StoreOptions(
+                kind="disk",
+                disk_dir=Path(self.store.removeprefix("disk:")).expanduser(),
+                disk_size_bytes=self.store_size or DEFAULT_DISK_BYTES,
+                **common,
+            )
+        size = self.store_size or default_store_bytes()
+        common |= {
+            "ram_size_bytes": max(size, MIN_SEGMENT_BYTES),
+            "segment_bytes": SEGMENT_BYTES
+            if size >= SEGMENT_BYTES
+            else MIN_SEGMENT_BYTES,
+            "disk_dir": self.cache / "blocks",
+            "disk_size_bytes": self.store_disk,
+            "expose": self.store_expose,
+        }
+        if self.store == "embedded":
+            return StoreOptions(kind="embedded", **common)
+        host, port = parse_listen(self.store.removeprefix("mooncake://"))
+        return StoreOptions(
+            kind="mooncake", master_host=host, master_port=port, **common
+        )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each setting, and --config."""
+    parser.add_argument(
+        "--config", metavar="FILE.toml", help="read settings from this file"
+    )
+    for setting in SETTINGS:
+        default = f" (default: {setting.default})" if setting.default else ""
+        parser.add_argument(
+            f"--{setting.name}",
+            metavar=setting.metavar,
+            action="append" if setting.repeatable else "store",
+            help=f"{setting.help}{default} [{setting.variable}]".replace("%", "%%"),
+        )
+
+
+def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> ServeOptions:
+    """Put the settings together. Raises ConfigError."""
+    file = _read_file(arguments.config or environment.get("KVBUS_CONFIG"))
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for setting in SETTINGS:
+        raw, source = _find(setting, arguments, environment, file)
+        if source:
+            sources[setting.name] = source
+        values[setting.attribute] = _parse(setting, raw, source or "the default")
+    return ServeOptions(**values, sources=sources)
+
+
+def _find(
+    setting: Setting,
+    arguments: argparse.Namespace,
+    environment: Mapping[str, str],
+    file: Mapping[str, Any],
+) -> tuple[Sequence[str], str]:
+    """Return the raw values of a setting and where they came from."""
+    given = getattr(arguments, setting.attribute, None)
+    if given is not None:
+        return (given if setting.repeatable else [given]), f"--{setting.name}"
+    if setting.variable in environment:
+        text = environment[setting.variable]
+        parts = text.split() if setting.repeatable else [text]
+        return parts, setting.variable
+    if setting.name in file:
+        value = file[setting.name]
+        many = value if isinstance(value, list) else [value]
+        texts = [str(v).lower() if isinstance(v, bool) else str(v) for v in many]
+        return texts, f"{setting.name} in the file"
+    return ([] if setting.default is None else [setting.default]), ""
+
+
+def _parse(setting: Setting, raw: Sequence[str], source: str) -> Any:  # noqa: ANN401
+    try:
+        parsed = [setting.parse(text) for text in raw]
+    except (ValueError, ConfigError) as exc:
+        raise ConfigError(f"{source}: {exc}") from exc
+    if setting.repeatable:
+        return tuple(parsed)
+    if len(parsed) > 1:
+        raise ConfigError(f"{source}: one value is wanted, not {len(parsed)}")
+    return parsed[0] if parsed else None
+
+
+def _read_file(path: str | None) -> Mapping[str, Any]:
+    if not path:
+        return {}
+    try:
+        content = tomllib.loads(Path(path).read_text())
+    except OSError as exc:
+        raise ConfigError(f"--config {path}: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--config {path}: {exc}") from exc
+    known = [setting.name for setting in SETTINGS]
+    for key in content:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--config {path}: unknown key {key!r}{hint}")
+    return content

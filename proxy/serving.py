@@ -1,0 +1,212 @@
+"""Brings models and their runners up, and keeps them up.
+
+Two kinds of runners: embedded ones, started here, and given llama-servers. Rules:
+1. Every runner is one task of `Serving`; a task that fails is logged and tried again.
+2. Two given servers with one name and different contents are refused; the same
+   content is one model with several runners.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from proxy.errors import ConfigError, KvbusError
+from proxy.llamacpp import attached, embedded
+from proxy.llamacpp.attached import AttachedOptions, AttachedRunner, LocalProcess
+from proxy.llamacpp.client import LlamaServerClient
+from proxy.llamacpp.embedded import EmbeddedOptions, EmbeddedRunner
+from proxy.llamacpp.gguf_facts import ModelFacts, load_facts
+from proxy.llamacpp.runner import Runner
+from proxy.metrics import Metrics
+from proxy.reuse.models import Model, ModelCatalog, full_name
+
+logger = logging.getLogger(__name__)
+
+FIRST_LOOK_SECONDS = 5.0
+"""How long start-up waits for given servers that do not answer."""
+
+DEFAULT_CONTEXT_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How embedded runners are started; the same for all models."""
+
+    runners: int
+    slots: int
+    context_tokens: int | None
+    """Per slot; None: 8192 or what the model was trained for, if that is less."""
+    kv_type: str
+    flash_attention: str
+    cache_ram_mib: int | None
+    block_size: int | None
+
+
+class Serving:
+    """All runners of this process."""
+
+    def __init__(
+        self,
+        *,
+        catalog: ModelCatalog,
+        metrics: Metrics,
+        engine: EngineOptions,
+        cache_dir: Path,
+        socket_dir: Path,
+        slot_dir: Path,
+    ) -> None:
+        self._catalog = catalog
+        self._metrics = metrics
+        self._engine = engine
+        self._cache_dir = cache_dir
+        self._socket_dir = socket_dir
+        self._slot_dir = slot_dir
+        # the mutable state
+        self._tasks: list[asyncio.Task[None]] = []
+        self._num_embedded = 0
+
+    async def start_embedded(self, name: str, path: Path) -> Model:
+        """Serve a model file with runners of ours. Raises ConfigError."""
+        facts = await load_facts(path, self._cache_dir)
+        model = Model(name=full_name(name), facts=facts, metrics=self._metrics)
+        self._catalog.add(model)
+        trained = facts.context_length or DEFAULT_CONTEXT_TOKENS
+        context = self._engine.context_tokens or min(DEFAULT_CONTEXT_TOKENS, trained)
+        for number in range(self._engine.runners):
+            runner = self._runner(f"{model.name}/{number}", model, embedded.PATIENCE)
+            options = EmbeddedOptions(
+                model_path=path,
+                slots=self._engine.slots,
+                context_tokens=context,
+                kv_type=self._engine.kv_type,
+                flash_attention=self._engine.flash_attention,
+                cache_ram_mib=self._engine.cache_ram_mib,
+                socket_path=self._socket_dir / f"runner-{self._num_embedded}.sock",
+                slot_directory=self._slot_dir / f"runner-{self._num_embedded}",
+            )
+            self._num_embedded += 1
+            life = EmbeddedRunner(runner, options).run()
+            self._tasks.append(asyncio.create_task(life))
+        return model
+
+    async def start_attached(self, upstreams: list[AttachedOptions]) -> None:
+        """Serve what given llama-servers hold; looks again for those that are away.
+
+        Raises ConfigError when two of them contradict each other.
+        """
+        looks: list[asyncio.Future[None]] = []
+        for options in upstreams:
+            seen: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            looks.append(seen)
+            self._tasks.append(asyncio.create_task(self._follow(options, seen)))
+        if looks:
+            done, _ = await asyncio.wait(looks, timeout=FIRST_LOOK_SECONDS)
+            for look in done:
+                look.result()
+
+    async def stop(self) -> None:
+        """End all runners of ours and leave the given ones alone."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _runner(self, runner_id: str, model: Model, patience: int) -> Runner:
+        runner = Runner(
+            runner_id=runner_id,
+            facts=model.facts,
+            listener=model,
+            block_size=self._engine.block_size,
+            patience=patience,
+        )
+        model.runners.append(runner)
+        return runner
+
+    async def _follow(
+        self, options: AttachedOptions, seen: "asyncio.Future[None]"
+    ) -> None:
+        """Use the server at one URL, whatever process is behind it."""
+        client = LlamaServerClient(url=options.url)
+        said = ""
+        try:
+            while True:
+                try:
+                    await self._use(options, client, lambda: _resolve(seen))
+                    said = ""
+                except ConfigError as exc:
+                    if not seen.done():
+                        seen.set_exception(exc)
+                        return
+                    said = _say_once(options.url, str(exc), said)
+                except KvbusError as exc:
+                    said = _say_once(options.url, str(exc), said)
+                await asyncio.sleep(attached.POLL_SECONDS)
+        finally:
+            await client.close()
+
+    async def _use(
+        self,
+        options: AttachedOptions,
+        client: LlamaServerClient,
+        on_seen: Callable[[], None],
+    ) -> None:
+        """Serve one process of a given llama-server until it is gone."""
+        props = await client.props()
+        process = await asyncio.to_thread(attached.find_process, options.url)
+        facts = await self._facts(client, props, process)
+        model = self._model_of(props, facts)
+        runner = self._runner(
+            f"{model.name}@{options.url.rpartition('/')[2]}", model, attached.PATIENCE
+        )
+        server = AttachedRunner(runner, client, options=options, process=process)
+        try:
+            await server.inspect()
+            on_seen()
+            await server.watch()
+        finally:
+            model.runners.remove(runner)
+
+    async def _facts(
+        self,
+        client: LlamaServerClient,
+        props: Mapping[str, Any],
+        process: LocalProcess | None,
+    ) -> ModelFacts:
+        """Read the server's model file; where it is not here, ask the server."""
+        path = str(props.get("model_path", ""))
+        if process is not None and path:
+            local = process.resolve(path)
+            if await asyncio.to_thread(local.is_file):
+                return await load_facts(local, self._cache_dir)
+        return await client.model_facts()
+
+    def _model_of(self, props: Mapping[str, Any], facts: ModelFacts) -> Model:
+        alias = str(props.get("model_alias") or "")
+        path = str(props.get("model_path") or "")
+        if not alias or alias == path:
+            alias = Path(path).stem or "model"
+        name = full_name(alias)
+        model = self._catalog.resolve(name)
+        if model is None:
+            model = Model(name=name, facts=facts, metrics=self._metrics)
+            self._catalog.add(model)
+        elif model.facts.content_digest != facts.content_digest:
+            if model.runners:
+                raise ConfigError(f"two servers have different models called {name}")
+            self._catalog.remove(model)
+            return self._model_of(props, facts)
+        return model
+
+
+def _resolve(seen: "asyncio.Future[None]") -> None:
+    if not seen.done():
+        seen.set_result(None)
+
+
+def _say_once(url: str, reason: str, said: str) -> str:
+    """Log why a server is not used, unless that was the last thing said of it."""
+    if reason != said:
+        logger.warning("event=upstream.away url=%s reason=%r", url, reason)
+    return reason
