@@ -85,36 +85,18 @@ def parse(buffer: Buffer, size: int) -> ParsedState:
     Raises UnsupportedStateError for a sound file of another memory kind, and
     StateFormatError for everything else that is not understood to the last byte.
     """
-    reader = _Reader(buffer, size)
-    if reader.take(4, "magic").tobytes() != MAGIC:
-        raise StateFormatError("not a sequence-state file")
-    version = reader.u32("version")
-    if version not in KNOWN_VERSIONS:
-        raise StateFormatError(f"sequence-state version {version} is not known")
-    words = reader.words(reader.u32("length of the token list"), "token list")
-    token_ids, num_media, is_packed = _unpack_tokens(words)
-
-    section = _read_memory(reader)
-    layout = StateLayout(
-        version=version,
-        has_packed_tokens=is_packed,
-        has_extended_cells=section.has_extended_cells,
-        n_stream=section.n_stream,
-        v_trans=section.v_trans,
-        n_rot_k=section.n_rot_k,
-        n_rot_v=section.n_rot_v,
-        k_layers=section.k_layers,
-        v_layers=section.v_layers,
-    )
-    return ParsedState(
-        layout=layout,
-        token_ids=token_ids,
-        num_cells=section.num_cells,
-        is_contiguous=_is_contiguous(section, token_ids),
-        num_media=num_media,
-        stream=section.stream,
-        rows_start=section.rows_start,
-    )
+    failure: StateFormatError
+    try:
+        return _parse(_Reader(buffer, size))
+    except UnsupportedStateError as error:
+        failure = UnsupportedStateError(error.reason)
+    except StateFormatError as error:
+        failure = StateFormatError(*error.args)
+    # the first one's frames look into `buffer`, which its owner must be able to close
+    try:
+        raise failure
+    finally:
+        del failure
 
 
 def block_layout(parsed: ParsedState, block_size: int) -> BlockLayout:
@@ -169,6 +151,38 @@ class _Reader:
         return words
 
 
+def _parse(reader: "_Reader") -> ParsedState:
+    if reader.take(4, "magic").tobytes() != MAGIC:
+        raise StateFormatError("not a sequence-state file")
+    version = reader.u32("version")
+    if version not in KNOWN_VERSIONS:
+        raise StateFormatError(f"sequence-state version {version} is not known")
+    words = reader.words(reader.u32("length of the token list"), "token list")
+    token_ids, num_media, is_packed = _unpack_tokens(words)
+
+    section = _read_memory(reader)
+    layout = StateLayout(
+        version=version,
+        has_packed_tokens=is_packed,
+        has_extended_cells=section.has_extended_cells,
+        n_stream=section.n_stream,
+        v_trans=section.v_trans,
+        n_rot_k=section.n_rot_k,
+        n_rot_v=section.n_rot_v,
+        k_layers=section.k_layers,
+        v_layers=section.v_layers,
+    )
+    return ParsedState(
+        layout=layout,
+        token_ids=token_ids,
+        num_cells=section.num_cells,
+        is_contiguous=_is_contiguous(section, token_ids),
+        num_media=num_media,
+        stream=section.stream,
+        rows_start=section.rows_start,
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class _Section:
     """One attention section; a section without cells keeps the defaults."""
@@ -214,7 +228,7 @@ def _read_memory(reader: _Reader) -> _Section:
     cell of exactly one sequence, leaves no doubt.
     """
     start = reader.position
-    errors = []
+    reasons = []
     for cell_words in (CELL_WORDS, EXTENDED_CELL_WORDS):
         reader.position = start
         try:
@@ -224,11 +238,11 @@ def _read_memory(reader: _Reader) -> _Section:
         except UnsupportedStateError:
             raise
         except StateFormatError as error:
-            errors.append(error)
+            reasons.append(str(error))
     reader.position = start
     if _is_recurrent(reader):
         raise UnsupportedStateError("recurrent")
-    raise errors[0]
+    raise StateFormatError(reasons[0])
 
 
 def _expect_end(reader: _Reader, cell_words: int) -> None:
