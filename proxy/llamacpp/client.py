@@ -21,6 +21,7 @@ import numpy.typing as npt
 import orjson
 
 from proxy.errors import RunnerGone, SlotError, UpstreamError
+from proxy.llamacpp.gguf_facts import ModelFacts
 
 CONTROL_TIMEOUT_SECONDS = 10.0
 TOKENIZE_TIMEOUT_SECONDS = 120.0
@@ -75,6 +76,39 @@ class LlamaServerClient:
         """Return the LoRA adapters that are loaded."""
         answer = await self._json("GET", "/lora-adapters")
         return answer if isinstance(answer, list) else []
+
+    async def model_facts(self) -> ModelFacts:
+        """Return what the server says of its model, whose file is not at hand."""
+        answer = _mapping(await self._json("GET", "/v1/models"))
+        model = _mapping(answer["data"][0])
+        meta = model.get("meta") or {}
+        parameters = int(meta.get("n_params", 0))
+        return ModelFacts(
+            path="",
+            size_bytes=int(meta.get("size", 0)),
+            mtime_ns=0,
+            content_digest=f"unknown: {self.url}",
+            file_sha256=None,
+            architecture="unknown",
+            name=str(model.get("id", "")),
+            parameter_count=parameters,
+            parameter_size=f"{parameters / 1e6:.2f}M",
+            quantization_level=str(meta.get("ftype", "unknown")),
+            context_length=int(meta.get("n_ctx_train", 0)),
+            embedding_length=int(meta.get("n_embd", 0)),
+            block_count=0,
+            head_count=0,
+            head_count_kv=0,
+            chat_template="",
+            tokenizer_model="",
+            tokenizer_pre="",
+            bos_id=None,
+            eos_id=None,
+            add_bos=False,
+            control_tokens=(),
+            longest_token_bytes=1024,
+            license="",
+        )
 
     async def apply_template(self, body: Mapping[str, Any]) -> str:
         """Return the prompt that the chat template makes of `body`'s messages."""

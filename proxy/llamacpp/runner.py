@@ -135,7 +135,7 @@ class Runner:
         """Learn all about a llama-server that just came up, then tell the listener.
 
         `flags` is its command line without the program, None where that cannot be
-        read; `engine` names its build. Raises RunnerGone or UpstreamError.
+        read; `engine` tells its build where it does not do so itself. Raises RunnerGone or UpstreamError.
         """
         props = await client.props()
         self._client = client
@@ -175,6 +175,9 @@ class Runner:
                 "the runner's slots share one unified KV buffer, which empties idle"
                 " slots: start it with -np N --no-kv-unified"
             )
+        build = str(props.get("build_info", ""))
+        if "unknown" in build or not build:
+            build = f"{build} {engine}"
         block_size = self._block_size or default_block_size(layout.kv_bytes_per_token)
         self.sharing = Sharing(
             layout=layout,
@@ -182,8 +185,7 @@ class Runner:
             fields={
                 "model": self.facts.content_digest,
                 "layout": layout.digest_fields(),
-                "engine": engine,
-                "build": str(props.get("build_info", "")),
+                "build": build,
                 "flags": "\0".join(kv_flags(flags)),
                 "block_size": block_size,
             },

@@ -13,7 +13,7 @@ Rules:
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,7 +96,7 @@ class ActiveTurn:
         """How many tokens were restored from the store."""
         return self.trace.restored_tokens
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncGenerator[dict[str, Any]]:
         """Forward the prompt to the slot; yield the engine's events up to the last.
 
         Raises UpstreamError before the first event and RunnerGone at any time.

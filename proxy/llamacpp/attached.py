@@ -1,0 +1,220 @@
+"""A runner that somebody else starts: a llama-server at a given URL.
+
+Its process is looked up on this host, for its command line tells the slot directory
+and all that could change KV; where it cannot be seen, its KV is not shared. Rules:
+1. Nothing of it is changed: it is polled, probed once in its emptiest slot, used.
+2. Another process behind the same URL is another runner: inspected anew.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from proxy.errors import ConfigError
+from proxy.llamacpp.client import LlamaServerClient
+from proxy.llamacpp.runner import Runner
+
+POLL_SECONDS = 1.0
+PATIENCE = 1
+"""Requests do not wait for a server that we cannot start."""
+
+TCP_LISTEN_STATE = "0A"
+"""Kernel, include/net/tcp_states.h: TCP_LISTEN."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttachedOptions:
+    """A llama-server that runs already."""
+
+    url: str
+    slot_directory: Path | None
+    """None: found from the command line of the process."""
+
+    @classmethod
+    def parse(cls, text: str) -> "AttachedOptions":
+        """Read `URL` or `URL#slot-dir=DIR`. Raises ConfigError."""
+        if "://" not in text:
+            text = f"http://{text}"
+        parts = urlsplit(text)
+        try:
+            has_port = parts.port is not None
+        except ValueError as exc:
+            raise ConfigError(f"upstream {text}: {exc}") from exc
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"upstream {text}: give http://HOST:PORT")
+        directory: Path | None = None
+        if parts.fragment:
+            name, _, value = parts.fragment.partition("=")
+            if name != "slot-dir" or not value:
+                raise ConfigError(f"upstream {text}: only #slot-dir=DIR is known")
+            directory = Path(value)
+        url = f"{parts.scheme}://{parts.netloc}" + ("" if has_port else ":8080")
+        return cls(url=url + parts.path.rstrip("/"), slot_directory=directory)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalProcess:
+    """The process that listens on a port of this host."""
+
+    pid: int
+    started: str
+    """Its start time in clock ticks: pids are used again."""
+    arguments: tuple[str, ...]
+    """Its command line with the program."""
+    environment: tuple[str, ...]
+    """Its LLAMA_ARG_* variables, sorted: they act like flags."""
+
+    @property
+    def flags(self) -> list[str]:
+        """Return what may change KV: arguments after the program, and variables."""
+        start = 1
+        if Path(self.arguments[0]).name.startswith("python"):
+            start = next(
+                (i for i, arg in enumerate(self.arguments) if arg.startswith("--")), 1
+            )
+        return [*self.arguments[start:], *self.environment]
+
+    def resolve(self, path: str) -> Path:
+        """Return a path of its command line as seen from here."""
+        return Path(f"/proc/{self.pid}/cwd").resolve() / path
+
+    def flag(self, name: str) -> str | None:
+        """Return the value of a flag of the command line."""
+        for i, argument in enumerate(self.arguments):
+            if argument == name and i + 1 < len(self.arguments):
+                return self.arguments[i + 1]
+            if argument.startswith(f"{name}="):
+                return argument.partition("=")[2]
+        return None
+
+
+class AttachedRunner:
+    """Watches one process of a llama-server that is not ours, for a `Runner`."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        client: LlamaServerClient,
+        *,
+        options: AttachedOptions,
+        process: LocalProcess | None,
+    ) -> None:
+        self.runner = runner
+        self._client = client
+        self._options = options
+        self._process = process
+
+    async def inspect(self) -> None:
+        """Learn all about the server. Raises RunnerGone or UpstreamError."""
+        process = self._process
+        await self.runner.inspect(
+            self._client,
+            slot_directory=self._slot_directory(),
+            flags=process.flags if process else None,
+            engine=await asyncio.to_thread(_engine, process) if process else "",
+            pid=process.pid if process else None,
+        )
+
+    async def watch(self) -> None:
+        """Poll the server until it is gone or another one is in its place."""
+        url, reason = self._options.url, ""
+        while not reason:
+            await asyncio.sleep(POLL_SECONDS)
+            if not await self._client.is_healthy():
+                reason = f"llama-server at {url} is away"
+            elif await asyncio.to_thread(find_process, url) != self._process:
+                reason = f"another process took the place of the one at {url}"
+            elif not self.runner.is_ready:
+                reason = self.runner.failure
+        if self.runner.is_ready:
+            self.runner.report_gone(reason)
+
+    def _slot_directory(self) -> Path | None:
+        if self._options.slot_directory is not None:
+            return self._options.slot_directory
+        process = self._process
+        found = process.flag("--slot-save-path") if process else None
+        if process is None or found is None:
+            return None
+        return process.resolve(found)
+
+
+def find_process(url: str) -> LocalProcess | None:
+    """Find the process of this host that listens at `url` (blocking); None if unseen.
+
+    Looks the port's socket up in /proc/net/tcp and its owner in /proc/PID/fd
+    (proc(5)); processes of other users cannot be seen.
+    """
+    port = urlsplit(url).port
+    inodes = _listening_inodes(port) if port else set()
+    links = {f"socket:[{inode}]" for inode in inodes}
+    if not links:
+        return None
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit() and _owns_socket(path, links):
+            return _describe(path)
+    return None
+
+
+def _listening_inodes(port: int) -> set[str]:
+    found: set[str] = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            is_listening = fields[3] == TCP_LISTEN_STATE
+            if is_listening and int(fields[1].rpartition(":")[2], 16) == port:
+                found.add(fields[9])
+    return found
+
+
+def _owns_socket(path: Path, links: set[str]) -> bool:
+    try:
+        for entry in os.scandir(path / "fd"):
+            try:
+                if str(Path(entry.path).readlink()) in links:
+                    return True
+            except OSError:
+                continue
+    except OSError:
+        return False
+    return False
+
+
+def _describe(path: Path) -> LocalProcess | None:
+    try:
+        arguments = _nul_separated(path / "cmdline")
+        environment = _nul_separated(path / "environ")
+        started = (path / "stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+    if not arguments:
+        return None
+    return LocalProcess(
+        pid=int(path.name),
+        started=started,
+        arguments=tuple(arguments),
+        environment=tuple(
+            sorted(item for item in environment if item.startswith("LLAMA_ARG_"))
+        ),
+    )
+
+
+def _nul_separated(path: Path) -> Sequence[str]:
+    return path.read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+
+
+def _engine(process: LocalProcess) -> str:
+    """Name a llama-server by its executable, for builds that do not name themselves."""
+    executable = Path(f"/proc/{process.pid}/exe")
+    try:
+        found = executable.stat()
+        return f"{executable.resolve()} {found.st_size} {found.st_mtime_ns}"
+    except OSError:
+        return f"unknown {process.pid} {process.started}"

@@ -1,0 +1,213 @@
+"""A runner that we start ourselves, and start again when it dies.
+
+Rules:
+1. The process listens on a unix socket in a directory of ours: no other user of the
+   host can read its slots or prompts, and no port can clash.
+2. It holds the reading end of a pipe of ours; when we die, even by kill -9, it ends
+   and removes its slot files.
+3. Failed starts are repeated with a growing pause; a process that lived for a while
+   resets it.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO
+
+import orjson
+
+from proxy.errors import KvbusError, RunnerGone
+from proxy.llamacpp.client import LlamaServerClient
+from proxy.llamacpp.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_SECONDS = 300.0
+FIRST_PAUSE_SECONDS = 0.2
+LONGEST_PAUSE_SECONDS = 30.0
+STABLE_SECONDS = 30.0
+STOP_SECONDS = 1.5
+PATIENCE = 3
+"""After so many failed starts in a row requests fail instead of waiting."""
+
+LOG_TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedOptions:
+    """How a llama-server of ours is started."""
+
+    model_path: Path
+    slots: int
+    context_tokens: int
+    """Per slot."""
+    kv_type: str
+    flash_attention: str
+    cache_ram_mib: int | None
+    """The engine's own RAM cache; None: its default."""
+    socket_path: Path
+    slot_directory: Path
+
+    def flags(self) -> list[str]:
+        """Return the command line, without the program, of a llama-server."""
+        flags = [
+            "--model", str(self.model_path),
+            "--host", str(self.socket_path),
+            "--port", "0",
+            "--ctx-size", str(self.context_tokens * self.slots),
+            "--parallel", str(self.slots),
+            "--slot-save-path", str(self.slot_directory),
+            "--cache-type-k", self.kv_type,
+            "--cache-type-v", self.kv_type,
+            "--flash-attn", self.flash_attention,
+            "--metrics",
+            "--slots",
+        ]  # fmt: skip
+        if self.cache_ram_mib is not None:
+            flags += ["--cache-ram", str(self.cache_ram_mib)]
+        return flags
+
+
+class EmbeddedRunner:
+    """Keeps one llama-server process alive for a `Runner`."""
+
+    def __init__(self, runner: Runner, options: EmbeddedOptions) -> None:
+        self.runner = runner
+        self._options = options
+        # the mutable state
+        self._process: asyncio.subprocess.Process | None = None
+        self._log: IO[bytes] | None = None
+
+    async def run(self) -> None:
+        """Start the process, wait for its end, start it again; until cancelled."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            started = time.monotonic()
+            try:
+                reason = await self._live()
+            except KvbusError as exc:
+                reason = str(exc)
+            finally:
+                await self._end()
+            if time.monotonic() - started > STABLE_SECONDS:
+                pause = FIRST_PAUSE_SECONDS
+            self.runner.report_gone(reason)
+            logger.warning(
+                "event=runner.ended runner=%s reason=%r restart_seconds=%.1f",
+                self.runner.runner_id,
+                reason,
+                pause,
+            )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _live(self) -> str:
+        """Run the process once; returns why it ended. Raises KvbusError."""
+        options = self._options
+        await asyncio.to_thread(_make_empty, options.slot_directory)
+        options.socket_path.unlink(missing_ok=True)
+        process = await self._spawn()
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(START_TIMEOUT_SECONDS):
+                ready = await process.stdout.readline()
+        except TimeoutError as exc:
+            raise RunnerGone("timed out waiting for llama-server to start") from exc
+        if not ready:
+            await process.wait()
+            raise RunnerGone(self._last_words())
+        client = LlamaServerClient(url="http://runner", socket_path=options.socket_path)
+        try:
+            await self.runner.inspect(
+                client,
+                slot_directory=options.slot_directory,
+                flags=options.flags(),
+                engine=f"xllamacpp {_engine_version()} {_build(ready)}",
+                pid=process.pid,
+            )
+            while await process.stdout.readline():
+                pass  # the engine has nothing to say there
+            await process.wait()
+        finally:
+            await client.close()
+        return f"exit status {process.returncode}"
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        reading, writing = os.pipe()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _end
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "proxy.llamacpp.server",
+                *self._options.flags(),
+                "--parent-fd", str(reading),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=self._log,
+                pass_fds=(reading,),
+                start_new_session=True,  # a Ctrl-C is ours to handle
+            )  # fmt: skip
+        except OSError as exc:
+            os.close(writing)
+            raise RunnerGone(f"cannot start: {exc}") from exc
+        finally:
+            os.close(reading)
+        self._lifeline = writing
+        return self._process
+
+    def _last_words(self) -> str:
+        if self._log is None:
+            return "no output"
+        fd = self._log.fileno()
+        size = os.fstat(fd).st_size
+        tail = os.pread(fd, LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
+        lines = tail.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "no output"
+
+    async def _end(self) -> None:
+        """End the process if it lives; gently first."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.terminate()
+                try:
+                    async with asyncio.timeout(STOP_SECONDS):
+                        await process.wait()
+                except TimeoutError:
+                    with suppress(ProcessLookupError):
+                        process.kill()
+                    await process.wait()
+            os.close(self._lifeline)
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+
+def _make_empty(directory: Path) -> None:
+    """Make the slot directory, without what a killed process left in it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in directory.iterdir():
+        path.unlink()
+
+
+def _engine_version() -> str:
+    try:
+        return version("xllamacpp")
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _build(ready_line: bytes) -> str:
+    """Return the build that the process names in its ready line."""
+    try:
+        ready = orjson.loads(ready_line)
+    except orjson.JSONDecodeError as exc:
+        raise RunnerGone("the runner said something else than being ready") from exc
+    return str(ready.get("build", ""))
