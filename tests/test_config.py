@@ -1,0 +1,147 @@
+"""Settings: precedence, types, and one clear line for each mistake."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from proxy import config
+from proxy.config import ServeOptions
+from proxy.errors import ConfigError
+from proxy.reuse.plan import RestoreMode
+
+EXAMPLE = Path(__file__).parent.parent / "deploy" / "config.example.toml"
+
+
+def load(*arguments: str, **environment: str) -> ServeOptions:
+    """Load the settings of a command line and an environment."""
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser)
+    return config.load(parser.parse_args(arguments), environment)
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    """Each source is asked in turn."""
+    file = tmp_path / "kvbus.toml"
+    file.write_text('slots = 2\nrunners = 2\nctx = 2048\nlisten = ":1"\n')
+    options = load(
+        "--config", str(file), "--slots", "4", KVBUS_SLOTS="3", KVBUS_RUNNERS="3"
+    )
+    assert (options.slots, options.runners, options.ctx) == (4, 3, 2048)
+    assert options.kv_type == "f16"
+    assert options.sources["slots"] == "--slots"
+    assert options.sources["runners"] == "KVBUS_RUNNERS"
+
+
+def test_every_setting_has_all_its_forms() -> None:
+    """Flag, variable and file key exist for each, and the example names them all."""
+    text = EXAMPLE.read_text()
+    for setting in config.SETTINGS:
+        assert f"\n# {setting.name} =" in text, setting.name
+        assert setting.help
+    assert set(ServeOptions.__dataclass_fields__) - {"sources"} == {
+        setting.attribute for setting in config.SETTINGS
+    }
+
+
+def test_the_example_file_holds_the_defaults(tmp_path: Path) -> None:
+    """Uncommented, the example changes nothing."""
+    lines = EXAMPLE.read_text().splitlines()
+    known = {setting.name for setting in config.SETTINGS if setting.default}
+    active = [
+        line.removeprefix("# ")
+        for line in lines
+        if line.startswith("# ") and line[2:].partition(" =")[0] in known
+    ]
+    assert len(active) == len(known)
+    file = tmp_path / "kvbus.toml"
+    file.write_text("\n".join(active))
+    given, default = load("--config", str(file)), load()
+    for name in ServeOptions.__dataclass_fields__:
+        if name != "sources":
+            assert getattr(given, name) == getattr(default, name)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--listen", "nowhere", "not HOST:PORT"),
+        ("--listen", "127.0.0.1:99999", "not HOST:PORT"),
+        ("--model", "just-a-path.gguf", "not NAME=PATH"),
+        ("--upstream", "ftp://x", "give http://HOST:PORT"),
+        ("--upstream", "http://h:1#dir=x", "only #slot-dir"),
+        ("--runners", "0", "number from 1"),
+        ("--slots", "two", "number from 1"),
+        ("--ctx", "-5", "number from 16"),
+        ("--kv-type", "q9", "one of f16"),
+        ("--flash-attn", "maybe", "one of on"),
+        ("--block-size", "0", "neither auto"),
+        ("--store", "redis://x", "not embedded"),
+        ("--store-size", "big", "not a size"),
+        ("--restore", "perhaps", "one of auto"),
+        ("--store-expose", "perhaps", "neither true"),
+    ],
+)
+def test_a_bad_value_is_one_clear_line(flag: str, value: str, says: str) -> None:
+    """The error names the flag and what is wrong, and the command exits with 2."""
+    with pytest.raises(ConfigError, match=says) as caught:
+        load(f"{flag}={value}")
+    assert str(caught.value).startswith(f"{flag}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_exits_with_2() -> None:
+    """A bad value ends the process with code 2 and one line on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "proxy", "serve", "--slots", "none"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "--slots: 'none' is not a number" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("slot = 2", "unknown key 'slot'; did you mean slots"),
+        ("slots = [1, 2]", "one value is wanted"),
+        ("slots = ", "Invalid value"),
+    ],
+)
+def test_a_bad_file_is_one_clear_line(tmp_path: Path, content: str, says: str) -> None:
+    """Unknown keys, wrong types and broken syntax are named."""
+    file = tmp_path / "kvbus.toml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        load("--config", str(file))
+
+
+def test_a_missing_file_is_one_clear_line() -> None:
+    """A file that is not there is named."""
+    with pytest.raises(ConfigError, match="No such file"):
+        load("--config", "/does/not/exist.toml")
+
+
+def test_sizes() -> None:
+    """Sizes are given as people write them."""
+    sizes = {"3G": 3 << 30, "512MiB": 512 << 20, "1.5k": 1536, "100": 100}
+    assert {text: config.parse_size(text) for text in sizes} == sizes
+
+
+def test_types() -> None:
+    """Values arrive as what they are."""
+    options = load(
+        "--model", "a=/x.gguf", "--model", "b:7b=/y.gguf", "--restore", "never"
+    )
+    assert options.model == (("a", Path("/x.gguf")), ("b:7b", Path("/y.gguf")))
+    assert options.restore is RestoreMode.NEVER
+    assert options.listen == ("127.0.0.1", 11435)
+    assert load("--store", "none").store_options() is None
+    store = load("--store", "disk:/tmp/x", "--store-size", "1G").store_options()
+    assert store is not None
+    assert (store.kind, store.disk_size_bytes) == ("disk", 1 << 30)
