@@ -1,61 +1,358 @@
-"""What kvbus must know of a model file. Signatures first; the bodies follow."""
+"""What kvbus has to know of a model, out of its GGUF file.
 
-from dataclasses import dataclass, field
+Rules:
+1. `ModelFacts.content_digest` depends on the contents alone: equal on every host, and
+   different for another finetune of the same shape. For a model below 256 MiB it is
+   the SHA-256 of the file. For a larger one it is the SHA-256 over the header, the
+   size, and 16 evenly spaced windows of 4 KiB (the first and the last among them) of
+   each tensor, whole where the tensor is smaller; a split model's parts follow one
+   another.
+2. The event loop never reads a model file: `load_facts` has a process of its own do
+   it, once for each (path, size, time of change), and keeps the answer in a file.
+3. A kept answer that is damaged, or of another version of this module, is none.
+"""
+
+import asyncio
+import dataclasses
+import hashlib
+import mmap
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
+
+import orjson
+
+from proxy.errors import ConfigError
+
+if TYPE_CHECKING:
+    from proxy.llamacpp.gguf_header import Header
 
 FACTS_VERSION = 1
+SMALL_FILE_BYTES = 256 << 20
+"""Up to here the whole file is hashed: a quarter of a second at most."""
+
+_NUM_WINDOWS = 16
+_WINDOW_BYTES = 4096
+_READ_TIMEOUT_SECONDS = 600
+_BAD_FILE_EXIT_CODE = 2
+_SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_GUESSED_FILE_TYPE = 1024
+_CONTROL, _USER_DEFINED = 3, 4
+_SPACE_OF_SPM = "▁"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a GGUF file says of itself (JSON round trip by to_json / from_json)."""
+    """What a GGUF file says of itself."""
 
     path: str
     size_bytes: int
+    """Of the file, or of all parts of a split model."""
     mtime_ns: int
     content_digest: str
+    """64 hex digits, see rule 1 of the module."""
     file_sha256: str | None
+    """Known where the whole file was read."""
     architecture: str
     name: str
     parameter_count: int
     parameter_size: str
+    """As Ollama writes it: 134.52M, 7.6B."""
     quantization_level: str
+    """As Ollama writes it: Q4_K_M, F16, unknown."""
     context_length: int
     embedding_length: int
     block_count: int
     head_count: int
+    """The largest, where layers differ. 0 without attention."""
     head_count_kv: int
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """All scalars but the chat template; an array is an empty list."""
     chat_template: str
     tokenizer_model: str
     tokenizer_pre: str
     bos_id: int | None
     eos_id: int | None
     add_bos: bool
+    """As the file says; where it is silent, as is usual for its tokenizer."""
     control_tokens: tuple[tuple[int, str], ...]
+    """Control and user-defined tokens: text is never split or joined across them."""
     longest_token_bytes: int
+    """No token stands for more bytes of text than this."""
     license: str
 
     def to_json(self) -> bytes:
         """Encode as one JSON object."""
-        raise NotImplementedError
+        return orjson.dumps(self)
 
     @classmethod
-    def from_json(cls, text: bytes) -> "ModelFacts":
-        """Decode; raises ValueError on anything but what to_json wrote."""
-        raise NotImplementedError
-
-
-def read_facts(path: Path) -> ModelFacts:
-    """Read the file here and now (blocking, holds the GIL). Raises ConfigError."""
-    raise NotImplementedError
+    def from_json(cls, text: bytes) -> Self:
+        """Decode what `to_json` wrote; raises ValueError on anything else."""
+        values = orjson.loads(text)
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise ValueError("not the facts of a model")
+        try:
+            pairs = tuple((int(i), str(token)) for i, token in values["control_tokens"])
+        except TypeError as error:
+            raise ValueError("not the facts of a model") from error
+        return cls(**values | {"control_tokens": pairs})
 
 
 async def load_facts(path: Path, cache_dir: Path) -> ModelFacts:
-    """Facts of `path`, out of `cache_dir` or read by a subprocess.
+    """Facts of `path`, out of `cache_dir`, or read by a process of its own.
 
     Raises ConfigError with one clear line for a file that is missing, truncated or
     not a GGUF.
     """
-    raise NotImplementedError
+    resolved, key = _identify(path)
+    kept = cache_dir / "facts" / f"{key}.json"
+    try:
+        facts = ModelFacts.from_json(kept.read_bytes())
+    except (OSError, ValueError):
+        pass
+    else:
+        if facts.path == str(resolved):
+            return facts
+    text = await _read_elsewhere(resolved)
+    facts = ModelFacts.from_json(text)
+    _keep(kept, text)
+    return facts
+
+
+def _identify(path: Path) -> tuple[Path, str]:
+    """Give the path itself, and a name for this state of the file."""
+    try:
+        resolved = path.resolve(strict=True)
+        status = resolved.stat()
+    except OSError as error:
+        raise ConfigError(f"model {path}: {error.strerror}") from error
+    key = f"{FACTS_VERSION}:{status.st_size}:{status.st_mtime_ns}:{resolved}"
+    return resolved, hashlib.sha256(key.encode()).hexdigest()
+
+
+async def _read_elsewhere(path: Path) -> bytes:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy.llamacpp.gguf_facts", str(path)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(_READ_TIMEOUT_SECONDS):
+            text, complaint = await process.communicate()
+    except TimeoutError as error:
+        raise ConfigError(f"model {path}: reading it takes too long") from error
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        lines = complaint.decode(errors="replace").strip().splitlines()
+        raise ConfigError(lines[-1] if lines else f"model {path}: cannot be read")
+    return text
+
+
+def _keep(kept: Path, text: bytes) -> None:
+    """Write atomically; where that fails, the facts are read again next time."""
+    try:
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(dir=kept.parent)
+        with os.fdopen(fd, "wb") as file:
+            file.write(text)
+        Path(name).replace(kept)
+    except OSError:
+        return
+
+
+# -- in the process of its own ----------------------------------------------------
+
+
+def read_facts(path: Path) -> ModelFacts:
+    """Read the file here and now (blocks). Raises ConfigError."""
+    from proxy.llamacpp.gguf_header import GGUFError, read_header
+
+    parts = [path]
+    total_bytes = parameter_count = 0
+    digest = hashlib.sha256(b"kvbus model content 1\0")
+    whole: str | None = None
+    first: Header | None = None
+    mtime_ns = 0
+    for part in parts:
+        try:
+            with _mapped(part) as (view, status):
+                header = read_header(view)
+                if first is None:
+                    first, mtime_ns = header, status.st_mtime_ns
+                    parts += _other_parts(path, header)
+                total_bytes += len(view)
+                parameter_count += sum(t.num_elements for t in header.tensors)
+                if len(parts) == 1 and len(view) <= SMALL_FILE_BYTES:
+                    whole = hashlib.sha256(view).hexdigest()
+                else:
+                    _digest_part(digest, view, header)
+        except OSError as error:
+            raise ConfigError(f"model {part}: {error.strerror}") from error
+        except GGUFError as error:
+            raise ConfigError(f"model {part}: {error}") from error
+    assert first is not None
+    return ModelFacts(
+        path=str(path),
+        size_bytes=total_bytes,
+        mtime_ns=mtime_ns,
+        content_digest=whole or digest.hexdigest(),
+        file_sha256=whole,
+        parameter_count=parameter_count,
+        parameter_size=_human_number(parameter_count),
+        **_described(first.metadata),
+    )
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[tuple[mmap.mmap, os.stat_result]]:
+    from proxy.llamacpp.gguf_header import GGUFError
+
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if not status.st_size:
+            raise GGUFError("not a GGUF file (empty)")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+            yield view, status
+
+
+def _other_parts(path: Path, header: "Header") -> list[Path]:
+    """Name the further parts of a split model, as the engine finds them."""
+    match = _SPLIT_NAME.search(path.name)
+    count = header.metadata.get("split.count", 0)
+    if not match or not isinstance(count, int) or count < 2:
+        return []
+    base = path.name[: match.start()]
+    names = [f"{base}-{n:05d}-of-{count:05d}.gguf" for n in range(2, count + 1)]
+    return [path.with_name(name) for name in names]
+
+
+def _digest_part(digest: Any, view: mmap.mmap, header: "Header") -> None:  # noqa: ANN401
+    digest.update(len(view).to_bytes(8, "little"))
+    digest.update(header.num_bytes.to_bytes(8, "little"))
+    digest.update(view[: header.num_bytes])
+    for tensor in header.tensors:
+        size = tensor.stop - tensor.start
+        if size <= _NUM_WINDOWS * _WINDOW_BYTES:
+            digest.update(view[tensor.start : tensor.stop])
+            continue
+        for window in range(_NUM_WINDOWS):
+            offset = (size - _WINDOW_BYTES) * window // (_NUM_WINDOWS - 1)
+            start = tensor.start + offset
+            digest.update(view[start : start + _WINDOW_BYTES])
+
+
+def _described(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Give the fields that come out of the metadata."""
+    architecture = _text(metadata, "general.architecture")
+    heads = _largest(metadata.get(f"{architecture}.attention.head_count"), 0)
+    kv_heads = _largest(metadata.get(f"{architecture}.attention.head_count_kv"), heads)
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    kinds = dict(enumerate(types))
+    special = [i for i in range(len(tokens)) if _is_special(kinds.get(i))]
+    tokenizer = _text(metadata, "tokenizer.ggml.model")
+    pre = _text(metadata, "tokenizer.ggml.pre")
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token")
+    return {
+        "architecture": architecture,
+        "name": _text(metadata, "general.name"),
+        "quantization_level": _quantization_level(metadata.get("general.file_type")),
+        "context_length": _largest(metadata.get(f"{architecture}.context_length"), 0),
+        "embedding_length": _largest(
+            metadata.get(f"{architecture}.embedding_length"), 0
+        ),
+        "block_count": _largest(metadata.get(f"{architecture}.block_count"), 0),
+        "head_count": heads,
+        "head_count_kv": kv_heads,
+        "metadata": {
+            key: [] if isinstance(value, list) else value
+            for key, value in metadata.items()
+            if key != "tokenizer.chat_template"
+        },
+        "chat_template": _text(metadata, "tokenizer.chat_template"),
+        "tokenizer_model": tokenizer,
+        "tokenizer_pre": pre,
+        "bos_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_id": metadata.get("tokenizer.ggml.eos_token_id"),
+        "add_bos": _adds_bos(tokenizer, pre) if add_bos is None else bool(add_bos),
+        "control_tokens": tuple((i, tokens[i]) for i in special),
+        "longest_token_bytes": max(
+            (
+                _token_bytes(token, tokenizer, is_special=_is_special(kinds.get(i)))
+                for i, token in enumerate(tokens)
+            ),
+            default=0,
+        ),
+        "license": _text(metadata, "general.license"),
+    }
+
+
+def _text(metadata: dict[str, Any], key: str) -> str:
+    value = metadata.get(key, "")
+    return value if isinstance(value, str) else ""
+
+
+def _largest(value: Any, default: int) -> int:  # noqa: ANN401 - as typed in the file
+    """Give a number, or the largest where layers differ."""
+    if isinstance(value, list):
+        value = max(value, default=default)
+    return value if isinstance(value, int) else default
+
+
+def _is_special(token_type: int | None) -> bool:
+    return token_type in (_CONTROL, _USER_DEFINED)
+
+
+def _token_bytes(token: str, tokenizer: str, *, is_special: bool) -> int:
+    if tokenizer == "gpt2" and not is_special:
+        return len(token)  # one letter stands for one byte
+    return len(token.replace(_SPACE_OF_SPM, " ").encode())
+
+
+def _adds_bos(tokenizer: str, pre: str) -> bool:
+    """Tell what the engine does where the file does not say."""
+    with_bos = {"llama3", "llama-v3", "llama-bpe", "falcon3", "tekken", "chameleon"}
+    return tokenizer in ("llama", "bert") or pre in with_bos
+
+
+def _quantization_level(file_type: Any) -> str:  # noqa: ANN401 - as typed in the file
+    from gguf import LlamaFileType
+
+    try:
+        name = LlamaFileType(file_type & ~_GUESSED_FILE_TYPE).name
+    except (TypeError, ValueError):
+        return "unknown"
+    return name.removeprefix("MOSTLY_").removeprefix("ALL_")
+
+
+def _human_number(count: int) -> str:
+    for unit, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 0)):
+        if count >= unit:
+            is_round = count % unit == 0
+            return f"{count / unit:.{0 if is_round else digits}f}{letter}"
+    return str(count)
+
+
+def main() -> int:
+    """Print the facts of the file that is named, as JSON."""
+    try:
+        facts = read_facts(Path(sys.argv[1]))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return _BAD_FILE_EXIT_CODE
+    sys.stdout.buffer.write(facts.to_json())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
