@@ -227,6 +227,8 @@ def _read_memory(reader: _Reader) -> _Section:
     Only the bytes tell the widths apart: that they come out even to the end, each
     cell of exactly one sequence, leaves no doubt.
     """
+    if _is_recurrent(reader):
+        raise UnsupportedStateError("recurrent")
     start = reader.position
     reasons = []
     for cell_words in (CELL_WORDS, EXTENDED_CELL_WORDS):
@@ -239,9 +241,6 @@ def _read_memory(reader: _Reader) -> _Section:
             raise
         except StateFormatError as error:
             reasons.append(str(error))
-    reader.position = start
-    if _is_recurrent(reader):
-        raise UnsupportedStateError("recurrent")
     raise StateFormatError(reasons[0])
 
 
