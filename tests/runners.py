@@ -92,8 +92,8 @@ def running(
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
         )
         runner = Runner(process, directory)
+        assert process.stdout is not None
         try:
-            assert process.stdout is not None
             runner.ready = json.loads(process.stdout.readline())
             yield runner
         finally:
