@@ -210,4 +210,4 @@ def _build(ready_line: bytes) -> str:
         ready = orjson.loads(ready_line)
     except orjson.JSONDecodeError as exc:
         raise RunnerGone("the runner said something else than being ready") from exc
-    return str(ready.get("build", ""))
+    return str(ready.get("engine", ""))

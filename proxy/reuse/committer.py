@@ -5,8 +5,8 @@ Rules:
    when the engine has written the file, or when that takes longer than its bound.
 2. A slot is saved only if at least one full block of it is not stored yet, and only
    blocks that the store lacks are put.
-3. The token list in the file is the truth about the slot; a file that does not begin
-   with what the slot is believed to hold is not used.
+3. The token list in the file is the truth about the slot. A file that does not begin
+   with what the slot is believed to hold, or is of another length, is not used.
 4. All tasks belong to this owner; too many of them drop a commit, never a reply.
 """
 
@@ -54,8 +54,13 @@ class Committer:
     def __repr__(self) -> str:
         return f"<Committer {len(self._tasks)} pending>"
 
-    def commit(self, slot: Slot, pool: SlotPool, *, namespace: str) -> None:
-        """Take over the lease of `slot`; store its new blocks if that is possible."""
+    def commit(
+        self, slot: Slot, pool: SlotPool, *, namespace: str, num_tokens: int
+    ) -> None:
+        """Take over the lease of `slot`; store its new blocks if that is possible.
+
+        `num_tokens` is how many the slot holds; it may know fewer of their ids.
+        """
         sharing, store = slot.runner.sharing, self._store
         if store is None or sharing is None or not store.is_available:
             pool.release(slot)
@@ -64,7 +69,8 @@ class Committer:
             self._metrics.commits.labels("dropped").inc()
             pool.release(slot)
             return
-        commit = _Commit(slot, pool, sharing, sharing.fingerprint(namespace))
+        fingerprint = sharing.fingerprint(namespace)
+        commit = _Commit(slot, pool, sharing, fingerprint, num_tokens)
         task = asyncio.create_task(self._run(commit, store))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -98,11 +104,12 @@ class Committer:
         self._metrics.commits.labels(result).inc()
 
     async def _save_and_put(self, commit: "_Commit", store: BlockStore) -> str:
-        keys = commit.keys(commit.slot.token_ids)
-        if not keys:
+        num_blocks = commit.num_tokens // commit.sharing.block_size
+        if not num_blocks:
             return "nothing new"
+        keys = commit.keys(commit.expected)
         present = await store.contains(keys, deadline_seconds=CONTAINS_DEADLINE_SECONDS)
-        if all(present):
+        if all(present) and len(present) == num_blocks:
             return "nothing new"
         file = await self._save(commit)
         commit.release()
@@ -118,7 +125,7 @@ class Committer:
         """Have the engine save the slot; None if that took longer than its bound."""
         runner, slot = commit.slot.runner, commit.slot
         name = runner.directory.new_name("save")
-        expected = commit.sharing.layout.kv_bytes_per_token * len(slot.token_ids)
+        expected = commit.sharing.layout.kv_bytes_per_token * commit.num_tokens
         bound = max(MIN_SAVE_BOUND_SECONDS, expected / SLOWEST_SAVE_BYTES_PER_SECOND)
         save = asyncio.ensure_future(
             runner.client.save_slot(
@@ -151,6 +158,8 @@ class Committer:
     ) -> str:
         parsed = await asyncio.to_thread(_parse, file)
         commit.check(parsed)
+        if commit.slot.token_ids is commit.expected:  # not used since: now we know
+            commit.slot.token_ids = parsed.token_ids
         keys = commit.keys(parsed.token_ids)
         known = [*present, *[False] * len(keys)]
         blocks = [
@@ -175,8 +184,14 @@ class _Commit:
     """One slot on its way into the store."""
 
     def __init__(
-        self, slot: Slot, pool: SlotPool, sharing: Sharing, fingerprint: Fingerprint
+        self,
+        slot: Slot,
+        pool: SlotPool,
+        sharing: Sharing,
+        fingerprint: Fingerprint,
+        num_tokens: int,
     ) -> None:
+        self.num_tokens = num_tokens
         self.slot = slot
         self.sharing = sharing
         self.fingerprint = fingerprint
@@ -199,12 +214,14 @@ class _Commit:
 
     def check(self, parsed: state.ParsedState) -> None:
         """Raise SlotError unless the file holds what the slot should hold."""
-        shared = common_prefix_tokens(parsed.token_ids, self.expected)
-        unexpected = max(len(parsed.token_ids), len(self.expected)) - shared
-        if unexpected > MAX_UNEXPECTED_TOKENS:
+        token_ids, expected = parsed.token_ids, self.expected
+        shared = common_prefix_tokens(token_ids, expected)
+        missing = len(expected) - shared
+        off = abs(len(token_ids) - self.num_tokens)
+        if max(missing, off) > MAX_UNEXPECTED_TOKENS:
             raise SlotError(
-                f"the saved slot holds {len(parsed.token_ids)} tokens of which"
-                f" {shared} are the expected {len(self.expected)}"
+                f"the saved slot holds {len(token_ids)} tokens instead of"
+                f" {self.num_tokens}; {shared} of {len(expected)} known ones agree"
             )
         if parsed.num_media or not parsed.is_contiguous:
             raise SlotError("the saved cells are not one plain run of tokens")

@@ -340,12 +340,16 @@ class Orchestrator:
             return
         trace.result = "complete"
         self._learn(turn, model, final)
-        generated = np.array(turn.generated[:-1], dtype=np.int32)
-        slot.token_ids = np.concatenate([token_ids, generated])
+        num_decoded = int(final.get("timings", {}).get("predicted_n", 0))
+        num_kept = max(0, num_decoded - 1)  # the last one sampled is not in the KV
+        slot.token_ids = np.concatenate([token_ids, _reply_ids(turn, num_decoded)])
         is_intact = not final.get("truncated", False)
         if is_intact and turn.request.reuse.write:
             self._committer.commit(
-                slot, model.pool, namespace=turn.request.reuse.namespace
+                slot,
+                model.pool,
+                namespace=turn.request.reuse.namespace,
+                num_tokens=len(token_ids) + num_kept,
             )
         else:
             slot.token_ids = slot.token_ids if is_intact else NO_TOKENS
@@ -394,3 +398,16 @@ class Orchestrator:
             f"the engine reused {outcome.reused_tokens} tokens"
             f" after {outcome.restored_tokens} were restored"
         )
+
+
+def _reply_ids(turn: ActiveTurn, num_decoded: int) -> TokenIds:
+    """Return the ids of the reply that are in the slot; none where one is unknown.
+
+    The engine sends no event for a token whose text it holds back: the middle of a
+    character, or the possible beginning of a stop string.
+    """
+    assert turn.final is not None
+    num_sent = num_decoded - (turn.final.get("stop_type") == "eos")
+    if len(turn.generated) != num_sent:
+        return NO_TOKENS
+    return np.array(turn.generated[: max(0, num_decoded - 1)], dtype=np.int32)
