@@ -12,7 +12,6 @@ is the one who listens, it makes them itself:
 """
 
 import ipaddress
-import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable
@@ -22,8 +21,6 @@ from aiohttp import web
 
 from proxy.errors import ConfigError
 from proxy.ollama.failures import failure_response, plain_response, to_failure
-
-logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -188,11 +185,17 @@ def install_guard(app: web.Application, options: GuardOptions) -> None:
             return _empty(204)
         return await handler(request)
 
+    app.on_response_prepare.append(_hide_software)
     app.on_response_prepare.append(add_origin_headers)
     app.middlewares.append(check_origin)
     if options.is_loopback_listener:
         app.middlewares.append(check_host)
     app.middlewares.append(answer_errors)
+
+
+async def _hide_software(request: web.Request, response: web.StreamResponse) -> None:
+    """Tell strangers no version numbers; Ollama sends no such header either."""
+    response.headers.popall("Server", None)
 
 
 @web.middleware

@@ -5,8 +5,11 @@ import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from proxy.errors import RequestError
+from proxy.ollama.options import parse_options
 from proxy.ollama.protocol import (
     ChatMessage,
     check_model_given,
@@ -277,3 +280,73 @@ def test_what_unloads() -> None:
     assert is_unload(parse_chat(b'{"model":"m","messages":[],"keep_alive":"0"}'))
     assert not is_unload(parse_generate(b'{"model":"m"}'))
     assert not is_unload(parse_generate(b'{"model":"m","prompt":"x","keep_alive":0}'))
+
+
+FIELD_NAMES = [
+    "model",
+    "prompt",
+    "suffix",
+    "system",
+    "template",
+    "context",
+    "stream",
+    "raw",
+    "format",
+    "images",
+    "options",
+    "keep_alive",
+    "think",
+    "truncate",
+    "shift",
+    "logprobs",
+    "top_logprobs",
+    "messages",
+    "tools",
+    "role",
+    "content",
+    "tool_calls",
+    "tool_name",
+    "num_ctx",
+    "seed",
+    "stop",
+    "temperature",
+    "use_mmap",
+]
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.sampled_from(["json", "high", "5m"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(FIELD_NAMES) | st.text(), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+bodies = st.one_of(
+    st.binary(),
+    json_values.map(lambda value: json.dumps(value).encode()),
+    st.dictionaries(st.sampled_from(FIELD_NAMES), json_values).map(
+        lambda value: json.dumps(value).encode() + b" tail"
+    ),
+)
+
+
+@given(bodies)
+def test_any_body_is_read_or_refused(body: bytes) -> None:
+    """Whatever arrives, each step of reading it ends in a value or a RequestError."""
+    for parse in (parse_generate, parse_chat):
+        try:
+            request = parse(body)
+            check_model_given(request)
+            check_supported(request, full_name=FULL_NAME)
+            parse_options(request.options)
+            parse_format(request.format)
+        except RequestError as exc:
+            status, text = exc.status, exc.message
+        else:
+            status, text = 200, request.model
+        assert status in (200, 400, 404, 500)
+        assert text.encode()

@@ -56,6 +56,7 @@ async def test_a_stream_has_exactly_one_framing(front: Front) -> None:
     assert status == b"HTTP/1.1 200 OK"
     assert headers.count(b"transfer-encoding: chunked") == 1
     assert b"content-length" not in headers
+    assert b"server:" not in headers
     assert body.endswith(b"\r\n0\r\n\r\n")
     assert body.count(b'"done":') == 3
 
