@@ -31,6 +31,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -42,6 +43,7 @@ SLOT_FILE_PREFIX = "kvbus-"
 
 _GGUF_MAGIC = b"GGUF"
 _MAX_SOCKET_PATH_BYTES = 107  # sun_path, with its closing zero
+_LISTENER_END_SECONDS = 2.0  # a killed engine with much memory takes a while to go
 _PR_SET_PDEATHSIG = 1
 _LOG_ERRORS = 1
 _KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
@@ -103,17 +105,23 @@ def _check(options: argparse.Namespace) -> None:
         return
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
         raise ConfigError(f"socket path {path} is too long for a unix socket")
+    deadline = time.monotonic() + _LISTENER_END_SECONDS
+    while _is_listened_on(path):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"socket {path} is in use")
+        time.sleep(0.02)
+    path.unlink(missing_ok=True)  # left over by a process that was killed
+
+
+def _is_listened_on(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
-        except FileNotFoundError:
-            return
-        except ConnectionRefusedError:
-            path.unlink(missing_ok=True)  # left over by a process that was killed
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
         except OSError as error:
             raise ConfigError(f"socket {path}: {error.strerror}") from error
-        else:
-            raise ConfigError(f"socket {path} is in use")
+    return True
 
 
 def _socket_path(options: argparse.Namespace) -> Path | None:
