@@ -76,10 +76,10 @@ def read_header(view: mmap.mmap) -> Header:
     if view[:4] != MAGIC:
         raise GGUFError("not a GGUF file")
     walk.position = 4
-    version = walk.number("I")
-    if version not in KNOWN_VERSIONS:
-        raise GGUFError(f"GGUF version {version} is not known")
     try:
+        version = walk.number("I")
+        if version not in KNOWN_VERSIONS:
+            raise GGUFError(f"GGUF version {version} is not known")
         num_tensors, num_keys = walk.number("Q"), walk.number("Q")
         metadata = {}
         for _ in range(num_keys):
