@@ -11,15 +11,19 @@ Rules:
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 from proxy.blocks import BlockKey, Fingerprint
 from proxy.store.base import BlockRef, PutOutcome
 from proxy.store.envelope import HEADER_BYTES, BlockIdentity
 from proxy.store.slotview import SlotView
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +46,10 @@ class Transfer:
     def identity(self, key: BlockKey) -> BlockIdentity:
         """Return what the header of block `key` has to say."""
         return BlockIdentity.of(key, self.fingerprint, self.slot.layout)
+
+    def only(self, blocks: tuple[BlockRef, ...]) -> "Transfer":
+        """Return the same transfer, of some of its blocks."""
+        return replace(self, blocks=blocks)
 
     @property
     def object_bytes(self) -> int:
@@ -92,24 +100,39 @@ class CopyThreads:
             else None
         )
 
-    def for_each(self, count: int, work: Callable[[int], None]) -> None:
-        """Call ``work(i)`` for i in range(count); raises what a call raised."""
-        positions = iter(range(count))
-        if self._pool is None or count == 1:
-            _drain(positions, work)
+    def for_each(self, items: Iterable[_T], work: Callable[[_T], None]) -> None:
+        """Call ``work(item)`` for all items; raises what a call raised.
+
+        `items` is iterated by the calling thread alone, which copies besides; so
+        finding the next items and copying those found overlap.
+        """
+        if self._pool is None:
+            for item in items:
+                work(item)
             return
-        helpers: list[Future[None]] = [
-            self._pool.submit(_drain, positions, work)
-            for _ in range(min(self._num_threads, count) - 1)
-        ]
+        queue: SimpleQueue[_T | _End] = SimpleQueue()
+        helpers: list[Future[None]] = []
         try:
-            _drain(positions, work)
+            for count, item in enumerate(items):
+                queue.put(item)
+                if 0 < count < self._num_threads:
+                    helpers.append(self._pool.submit(_drain, queue, work))
         finally:
+            queue.put(_End.END)
+            _drain(queue, work)
             for helper in helpers:
-                helper.result()
+                if not helper.cancel():
+                    helper.result()
 
 
-def _drain(positions: Iterator[int], work: Callable[[int], None]) -> None:
-    # `next` on one range iterator is atomic, so every position is taken once.
-    for position in positions:
-        work(position)
+class _End(Enum):
+    END = 0
+
+
+def _drain(queue: "SimpleQueue[_T | _End]", work: Callable[[_T], None]) -> None:
+    while True:
+        item = queue.get()
+        if isinstance(item, _End):
+            queue.put(item)  # for the next thread
+            return
+        work(item)

@@ -113,7 +113,7 @@ class DiskBackend:
             transfer.slot.scatter(block.index, payload)
             filled[position] = True
 
-        self._copy.for_each(len(transfer.blocks), fetch)
+        self._copy.for_each(range(len(transfer.blocks)), fetch)
         with self._lock:
             keys = [block.key for block in transfer.blocks]
             self._touch(
@@ -142,7 +142,7 @@ class DiskBackend:
             if self.write_object(block.key, staging):
                 results[position] = "stored"
 
-        self._copy.for_each(len(transfer.blocks), store)
+        self._copy.for_each(range(len(transfer.blocks)), store)
         stored = [
             block.key
             for block, result in zip(transfer.blocks, results, strict=True)

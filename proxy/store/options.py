@@ -46,6 +46,8 @@ class StoreOptions:
     master_host: str = ""
     """kind mooncake: where the pool's master listens."""
     master_port: int = 0
+    master_metrics_port: int = 9003
+    """kind mooncake: where the master tells its usage; 0: nowhere."""
     local_host: str = ""
     """kind mooncake: the address under which other members of the pool reach us."""
     ram_size_bytes: int = 4 << 30

@@ -13,10 +13,12 @@ Rules:
 import json
 import logging
 import os
+import signal
 import sys
 from typing import Any
 
 from proxy.errors import ConfigError
+from proxy.store.isolation import Isolation, has_threads, isolate
 from proxy.store.options import StoreOptions
 from proxy.store.process import (
     EXIT_CONFIG,
@@ -40,8 +42,17 @@ def run(options: StoreOptions) -> int:
     already; then it does not return.
     """
     forbid_core_dumps()
+    isolation = Isolation(is_isolated=False)
+    if options.kind == "embedded":
+        if has_threads():
+            os.execv(  # noqa: S606 - no shell is wanted
+                sys.executable,
+                [sys.executable, "-m", "proxy.store.server", options.to_json()],
+            )
+        isolation = isolate()
+    signal.signal(signal.SIGTERM, _end_before_ready)
     try:
-        return _serve(options)
+        return _serve(options, isolation)
     except SocketTakenError as exc:
         sys.stderr.write(f"kvbus store: {exc}\n")
         return EXIT_TAKEN
@@ -50,7 +61,11 @@ def run(options: StoreOptions) -> int:
         return EXIT_CONFIG
 
 
-def _serve(options: StoreOptions) -> int:
+def _end_before_ready(_number: int, _frame: object) -> None:
+    raise SystemExit(0)
+
+
+def _serve(options: StoreOptions, isolation: Isolation) -> int:
     ensure_private_folder(options.runtime_dir)
     ensure_private_folder(options.socket_path.parent)
     lock = InstanceLock.acquire(
@@ -62,7 +77,7 @@ def _serve(options: StoreOptions) -> int:
         from proxy.store.serving import StoreServer, listen_privately
 
         sys.setswitchinterval(SWITCH_SECONDS)
-        opened = open_backend(options)
+        opened = open_backend(options, isolation)
         try:
             facts: dict[str, Any] = {
                 "kind": opened.kind,

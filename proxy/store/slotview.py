@@ -13,6 +13,7 @@ Rules:
 import mmap
 
 import numpy as np
+import xxhash
 from numpy.lib.stride_tricks import as_strided
 
 from proxy.blocks import BlockLayout
@@ -35,6 +36,9 @@ class SlotView:
             )
         self.layout = layout
         self._memory = memory
+        self.piece_sizes = [
+            run.piece_bytes for run in layout.runs for _ in range(run.count)
+        ]
         # per run: [num_blocks, count, piece_bytes]
         self._runs = [
             as_strided(
@@ -63,3 +67,16 @@ class SlotView:
             stop = start + place.size
             np.copyto(payload[start:stop].reshape(place.shape), place)
             start = stop
+
+    def checksum(self, index: int) -> bytes:
+        """Return the checksum of block `index`, read piece by piece."""
+        digest = xxhash.xxh3_128()
+        for run in self._runs:
+            for piece in run[index]:
+                digest.update(piece.data)
+        return digest.digest()
+
+    def addresses(self, index: int) -> list[int]:
+        """Return where the pieces of block `index` are mapped, in payload order."""
+        base = self._memory.ctypes.data
+        return [base + offset for offset, _ in self.layout.pieces(index)]

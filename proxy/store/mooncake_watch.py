@@ -1,0 +1,277 @@
+"""Keeps a Mooncake backend alive: its master, its client, its segments.
+
+One thread. It looks at the master every second, and every 25 ms while calls are in
+flight; what it finds decides whether the gate is open.
+
+Rules:
+1. A master that does not answer for about 0.1 s while calls are in flight fails all of
+   them; calls are then refused until it answers again.
+2. A master of our own that ended, or is silent for `FROZEN_SECONDS`, is killed and
+   started again, with back-off. Its keys are gone: the store is empty.
+3. A client that wedged, or does not find back to its master, is replaced. One that
+   cannot be closed, since calls hang in it, is left behind; after `MAX_LEFT_BEHIND`
+   of these the process ends: only a fresh one gets rid of them.
+4. Only this thread and the one that opens the store change handle and master.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+
+from proxy.errors import ConfigError, StoreError
+from proxy.store.backend import CopyThreads
+from proxy.store.gate import CallGate
+from proxy.store.master import MooncakeMaster, read_metrics
+from proxy.store.mooncake import MooncakeHandle
+from proxy.store.mooncake_backend import MooncakeBackend, probe_endpoint
+from proxy.store.options import StoreOptions
+from proxy.store.segments import Segments
+
+logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 1.0
+BEAT_SECONDS = 0.025
+ANSWER_SECONDS = 0.04
+"""For an answer while calls are in flight; two missed in a row are trouble."""
+MAX_MISSED = 2
+FROZEN_SECONDS = 2.0
+RECONNECT_SECONDS = 5.0
+MAX_LEFT_BEHIND = 3
+CLOSE_SECONDS = 2.3
+EXIT_WEDGED = 70
+_LAST_BACKOFF_SECONDS = 10.0
+
+
+class MooncakeWatch:
+    """Owner of the master, of the client, and of the thread that watches them."""
+
+    def __init__(self, options: StoreOptions, copy: CopyThreads) -> None:
+        self._is_embedded = options.kind == "embedded"
+        self._segments = Segments(
+            segment_bytes=options.segment_bytes,
+            max_segments=options.ram_size_bytes // options.segment_bytes,
+        )
+        self._gate = CallGate()
+        self.backend = MooncakeBackend(
+            gate=self._gate,
+            segments=self._segments,
+            copy=copy,
+            on_wedged=self._note_wedged,
+            close=self.close,
+        )
+        self.master = MooncakeMaster() if self._is_embedded else None
+        self._address = f"{options.master_host}:{options.master_port}"
+        self._metrics_host = options.master_host
+        self._metrics_port = options.master_metrics_port
+        self._local_host = "127.0.0.1" if self._is_embedded else _local_host(options)
+        self._ahead_bytes = options.segment_bytes // 2 if self._is_embedded else 0
+        # mutable state
+        self._is_stopping = threading.Event()
+        self._is_wedged = False
+        self._left_behind = 0
+        self._missed = 0
+        self._silent_since: float | None = None
+        self._backoff_seconds = BEAT_SECONDS
+        self._usage_noted = 0.0
+        self._thread = threading.Thread(
+            target=self._watch, name="mooncake watch", daemon=True
+        )
+
+    def __repr__(self) -> str:
+        return f"<MooncakeWatch {self._address} {self._gate!r}>"
+
+    def open(self) -> None:
+        """Start everything, in a thread that lives as long as the process.
+
+        Raises StoreError when a master of our own, or its client, does not start. A
+        pool that is away is waited for in the background.
+        """
+        try:
+            if self.master is not None:
+                self.master.start()
+            self._connect()
+            self._gate.open()
+        except StoreError:
+            if self._is_embedded:
+                raise
+            logger.warning("the pool at %s is away", self._address)
+            self._gate.fail_all(f"the pool at {self._address} is away")
+        self._thread.start()
+        threading.Thread(target=self._grow, name="mooncake grow", daemon=True).start()
+
+    def close(self) -> None:
+        """Leave the pool, end the master."""
+        self._is_stopping.set()
+        self._gate.fail_all("the store ends")
+        handle = self.backend.handle
+        if self.master is not None:
+            self.master.kill()  # its client needs no farewell
+        elif handle is not None and handle.is_idle:
+            leaver = threading.Thread(target=handle.close, daemon=True)
+            leaver.start()
+            leaver.join(CLOSE_SECONDS)
+
+    # ---- the watching thread
+
+    def _watch(self) -> None:
+        while not self._is_stopping.is_set():
+            if self._gate.shut_reason is not None:
+                self._is_stopping.wait(self._backoff_seconds)
+            elif self._gate.wait_for_call(IDLE_SECONDS):
+                self._is_stopping.wait(BEAT_SECONDS)
+            try:
+                self._look()
+            except StoreError as exc:
+                logger.warning("Mooncake: %s", exc)
+                self._back_off()
+            except Exception:  # the root of this thread
+                logger.exception("watching Mooncake failed")
+                self._back_off()
+
+    def _look(self) -> None:
+        """Find out how the master is, and act on it."""
+        if self._is_stopping.is_set():
+            return
+        if self._is_wedged:
+            self._gate.fail_all("the Mooncake client is wedged")
+            self._start_over(must_replace=True)
+        elif self.master is not None and not self.master.is_running:
+            self._gate.fail_all("the Mooncake master died")
+            self._start_over(must_replace=False)
+        elif self._is_master_well():
+            self._missed, self._silent_since = 0, None
+            if self._gate.shut_reason is not None:
+                self._rejoin()
+            if time.monotonic() - self._usage_noted > IDLE_SECONDS / 2:
+                self._note_usage()
+        else:
+            self._missed += 1
+            if self._silent_since is None:
+                self._silent_since = time.monotonic()
+            if self._missed >= MAX_MISSED:
+                self._gate.fail_all("the Mooncake master does not answer")
+            silent = time.monotonic() - self._silent_since
+            if self.master is not None and silent > FROZEN_SECONDS:
+                logger.warning("the Mooncake master is frozen: starting another")
+                self._start_over(must_replace=False)
+
+    def _is_master_well(self) -> bool:
+        if self.master is not None:
+            return self.master.is_well(ANSWER_SECONDS * (1 + self._missed))
+        handle = self.backend.handle
+        return handle is None or handle.is_connected()
+
+    def _start_over(self, *, must_replace: bool) -> None:
+        """Get a fresh master, where it is ours, and a client that knows it."""
+        if self.master is not None:
+            self.master.kill()
+            self.backend.used_bytes = 0
+            self.master.start()
+        if must_replace:
+            self._drop_handle()
+        self._is_wedged = False
+        self._missed, self._silent_since = 0, None
+        self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Open the gate once the client has found back to the master."""
+        deadline = time.monotonic() + RECONNECT_SECONDS
+        handle = self.backend.handle
+        while handle is not None and not self._has_rejoined(handle):
+            if self._is_stopping.wait(0.02):
+                return
+            if time.monotonic() > deadline:
+                self._drop_handle()
+                handle = None
+        if handle is None:
+            self._connect()
+        self._backoff_seconds = BEAT_SECONDS
+        self._gate.open()
+        logger.warning("Mooncake is back")
+
+    def _has_rejoined(self, handle: MooncakeHandle) -> bool:
+        if not handle.is_connected():
+            return False
+        metrics = self._read_metrics()
+        return (
+            metrics is None
+            or metrics.get("master_total_capacity_bytes", 0)
+            >= self._segments.mounted_bytes
+        )
+
+    def _connect(self) -> None:
+        """Make a client and give it our segments. Raises StoreError."""
+        address = self._address
+        if self.master is not None:
+            address = f"127.0.0.1:{self.master.rpc_port}"
+        handle = MooncakeHandle.connect(address, local_host=self._local_host)
+        self._segments.mount_all(handle.mount)
+        self.backend.handle = handle
+        self.backend.ensure_segments(
+            1 if self._is_embedded else self._segments.limit_bytes, touch=False
+        )
+        self.backend.own_endpoint = probe_endpoint(handle, self._segments)
+
+    def _drop_handle(self) -> None:
+        handle, self.backend.handle = self.backend.handle, None
+        if handle is None:
+            return
+        if handle.is_idle:
+            threading.Thread(target=handle.close, daemon=True).start()
+            return
+        self._left_behind += 1
+        if self._left_behind > MAX_LEFT_BEHIND:
+            logger.error("too many Mooncake clients hang: ending")
+            if self.master is not None:
+                self.master.kill()
+            os._exit(EXIT_WEDGED)
+
+    def _note_wedged(self) -> None:
+        self._is_wedged = True
+
+    def _note_usage(self) -> None:
+        """Learn how full the store is."""
+        self._usage_noted = time.monotonic()
+        metrics = self._read_metrics()
+        if metrics is not None:
+            self.backend.used_bytes = int(metrics.get("master_allocated_bytes", 0))
+            self.backend.num_blocks = int(metrics.get("master_key_count", 0))
+
+    def _grow(self) -> None:
+        """Prepare memory before a put needs it, in a thread of its own."""
+        while not self._is_stopping.is_set():
+            if self._gate.shut_reason is None:
+                try:
+                    self._segments.touch()
+                    self.backend.ensure_segments(self._ahead_bytes, touch=True)
+                except StoreError as exc:
+                    logger.warning("the store cannot grow: %s", exc)
+            self._is_stopping.wait(IDLE_SECONDS)
+
+    def _read_metrics(self) -> dict[str, float] | None:
+        if self.master is not None:
+            return read_metrics("127.0.0.1", self.master.http_port, 0.5)
+        if not self._metrics_port:
+            return None
+        return read_metrics(self._metrics_host, self._metrics_port, 0.5)
+
+    def _back_off(self) -> None:
+        self._backoff_seconds = min(
+            max(2 * self._backoff_seconds, 0.1), _LAST_BACKOFF_SECONDS
+        )
+
+
+def _local_host(options: StoreOptions) -> str:
+    """Return the address that other members reach us at. Raises ConfigError."""
+    if options.local_host:
+        return options.local_host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((options.master_host, options.master_port))
+        except OSError as exc:
+            raise ConfigError(
+                f"the pool's master {options.master_host} is not reachable: {exc}"
+            ) from exc
+        return str(probe.getsockname()[0])
