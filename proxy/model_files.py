@@ -81,7 +81,7 @@ def _is_complete(path: Path) -> bool:
     """Tell whether the file is there (rule 1: then it was checked)."""
     try:
         return path.stat().st_size == DEFAULT_MODEL_BYTES
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

@@ -303,7 +303,10 @@ async def test_a_cancelled_load_leaves_no_process(
     started: asyncio.Queue[asyncio.subprocess.Process] = asyncio.Queue()
     spawn = asyncio.create_subprocess_exec
 
-    async def spy(*args: str, **pipes: Any) -> asyncio.subprocess.Process:
+    async def spy(
+        *args: str,
+        **pipes: Any,  # noqa: ANN401 - as given
+    ) -> asyncio.subprocess.Process:
         process = await spawn(*args, **pipes)
         started.put_nowait(process)
         return process
