@@ -153,7 +153,7 @@ class Application:
                 await serving.start_embedded(name, path)
             await serving.start_attached(list(options.upstream))
             for model in self.catalog.models():
-                await _first_runners(model)
+                await _settle(model)
             await store
         finally:
             store.cancel()
@@ -228,13 +228,15 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-async def _first_runners(model: Model) -> None:
-    """Wait until a runner of the model is up. Raises ConfigError if none comes."""
-    while not model.is_running:
-        failed = [runner for runner in model.runners if runner.has_failed]
-        if failed and len(failed) == len(model.runners):
-            raise ConfigError(f"model {model.name}: {failed[0].failure}")
+async def _settle(model: Model) -> None:
+    """Wait until each runner of a model is up, or has failed for good.
+
+    Raises ConfigError if none is up then.
+    """
+    while not all(runner.is_ready or runner.has_failed for runner in model.runners):
         await model.wait_change()
+    if model.runners and not model.is_running:
+        raise ConfigError(f"model {model.name}: {model.runners[0].failure}")
 
 
 async def _resolve(host: str, port: int) -> list[str]:

@@ -69,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=-1)
     parser.add_argument("--metrics", action="store_true")
     parser.add_argument("--slots", action="store_true")
+    parser.add_argument("--kv-unified", action="store_true")
     parser.add_argument("--parent-fd", type=int, help="read end of the caller's pipe")
     return parser
 
@@ -262,7 +263,7 @@ def _apply(options: argparse.Namespace, params: Any, xllamacpp: Any) -> None:  #
     params.endpoint_metrics = options.metrics
     params.endpoint_slots = options.slots
     # a slot keeps what was restored into it, whatever other slots do
-    params.kv_unified = False
+    params.kv_unified = options.kv_unified
     params.cache_idle_slots = False
     params.use_jinja = True
     params.ui = False

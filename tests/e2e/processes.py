@@ -29,6 +29,7 @@ class Kvbus:
         self.log = self.root / "log"
         self.process: subprocess.Popen[str] | None = None
         self.url = ""
+        self.asked = 0
 
     def start(self, *arguments: str, **environment: str) -> "Kvbus":
         """Start it and wait for its ready line."""
@@ -94,7 +95,19 @@ class Kvbus:
         return self.log.read_text()
 
     def turns(self) -> list[dict[str, str]]:
-        """Return the fields of each turn's log line, oldest first."""
+        """Return the fields of each turn's log line, oldest first.
+
+        Waits for the lines of all `generate` calls: a line follows its answer.
+        """
+
+        def is_complete() -> bool:
+            results = [turn["result"] for turn in self._lines()]
+            return results.count("complete") >= self.asked
+
+        self.wait(is_complete, what="the last turn's line")
+        return self._lines()
+
+    def _lines(self) -> list[dict[str, str]]:
         return [
             dict(re.findall(r'(\w+)=("[^"]*"|\S*)', line))
             for line in self.log_text().splitlines()
@@ -151,6 +164,7 @@ class Kvbus:
             "options": {"temperature": 0, "num_predict": 8, **options},
         }
         answer = self.post("/api/generate", body)
+        self.asked += 1
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
