@@ -29,6 +29,8 @@ from proxy.store.envelope import Bytes
 logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23
+_TOUCH_BYTES = 1 << 20
+"""At once: nobody else can map memory meanwhile."""
 MountSegment = Callable[[str, int], bool]
 """Mounts the file at a path with its size; False when that failed."""
 
@@ -147,4 +149,9 @@ def _find_mappings(fd: int) -> set[tuple[int, int]]:
 def _fault_in(address: int, size: int) -> None:
     """Fault pages in; an older kernel that cannot leaves that to the first use."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+    for start in range(0, size, _TOUCH_BYTES):
+        libc.madvise(
+            ctypes.c_void_p(address + start),
+            ctypes.c_size_t(min(_TOUCH_BYTES, size - start)),
+            _MADV_POPULATE_WRITE,
+        )

@@ -63,6 +63,24 @@ class Workers:
             self._free.release()
 
 
+class _OwnedFd:
+    """A descriptor that is closed once, used or not."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __enter__(self) -> int:
+        return self._fd
+
+    def __exit__(self, *_exc: object) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.__exit__()
+
+
 class ClientSession:
     """A connection, from accept to its end."""
 
@@ -176,30 +194,32 @@ class ClientSession:
         fd = self._fds.popleft()
         try:
             request = parse_transfer(message)
-            view_for = (
-                self.slot_files.view_for_get
-                if op == "get"
-                else self.slot_files.view_for_put
-            )
+        except WireError:
+            os.close(fd)
+            raise
+        slot_file = _OwnedFd(fd)
+
+        def work() -> dict[str, Any]:
+            # Mapped here: it can wait for others who change this process's memory.
+            with slot_file as fd:
+                view = (
+                    self.slot_files.view_for_get(fd, request.layout)
+                    if op == "get"
+                    else self.slot_files.view_for_put(fd, request.layout)
+                )
             transfer = Transfer(
-                slot=view_for(fd, request.layout),
+                slot=view,
                 blocks=request.blocks,
                 fingerprint=request.fingerprint,
                 give_up_at=arrived + request.deadline_seconds,
                 is_wanted=lambda: self._is_open,
             )
-        except WireError:
-            raise
-        except StoreError as exc:
-            reason = str(exc)
-            return lambda: {"error": reason}
-        finally:
-            os.close(fd)
-
-        def work() -> dict[str, Any]:
             if op == "get":
                 return {"filled": self._backend.get(transfer)}
-            outcome = self._backend.put(transfer)
+            try:
+                outcome = self._backend.put(transfer)
+            finally:
+                view.forget_pages()
             return {
                 "stored_blocks": outcome.stored_blocks,
                 "present_blocks": outcome.present_blocks,

@@ -17,9 +17,11 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy as np
+
 from proxy.blocks import BlockLayout
 from proxy.errors import StoreError
-from proxy.store.slotview import SlotView
+from proxy.store.slotview import SlotView, forget_pages
 
 MAX_MAPPED_FILES = 16
 """Per client; a proxy has a few slot files for each of its runners."""
@@ -91,7 +93,9 @@ class SlotFiles:
 
     def _forget(self, identity: tuple[int, int]) -> None:
         # The mapping goes with its last view: a copy may be under way.
-        os.close(self._files.pop(identity).fd)
+        file = self._files.pop(identity)
+        os.close(file.fd)
+        forget_pages(np.frombuffer(file.mapping, dtype=np.uint8))
 
 
 def _check(fd: int, layout: BlockLayout) -> os.stat_result:

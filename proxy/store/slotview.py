@@ -10,6 +10,7 @@ Rules:
    mapped memory.
 """
 
+import ctypes
 import mmap
 
 import numpy as np
@@ -19,6 +20,19 @@ from numpy.lib.stride_tricks import as_strided
 from proxy.blocks import BlockLayout
 from proxy.errors import StoreError
 from proxy.store.envelope import Bytes
+
+_FORGET_BYTES = 64 << 20
+
+
+def forget_pages(memory: Bytes) -> None:
+    """See `SlotView.forget_pages`."""
+    libc = ctypes.CDLL(None)
+    for start in range(0, memory.size, _FORGET_BYTES):
+        libc.madvise(
+            ctypes.c_void_p(memory.ctypes.data + start),
+            ctypes.c_size_t(min(_FORGET_BYTES, memory.size - start)),
+            mmap.MADV_DONTNEED,
+        )
 
 
 class SlotView:
@@ -67,6 +81,14 @@ class SlotView:
             stop = start + place.size
             np.copyto(payload[start:stop].reshape(place.shape), place)
             start = stop
+
+    def forget_pages(self) -> None:
+        """Unmap the pages of the file, a few at a time; they come back when used.
+
+        Unmapping gigabytes at once keeps every other thread from mapping anything
+        for a tenth of a second and more.
+        """
+        forget_pages(self._memory)
 
     def checksum(self, index: int) -> bytes:
         """Return the checksum of block `index`, read piece by piece."""
