@@ -38,8 +38,8 @@ from proxy.store.envelope import HEADER_BYTES, Bytes, checksum
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 10.0
-BATCH_SECONDS = 1.0
-"""What was just stored is not evicted for the rest of its own batch."""
+BATCH_SECONDS = 30.0
+"""What a put has stored is not evicted by the rest of the same put."""
 TOUCH_SECONDS = 60.0
 """File times are renewed at most this often."""
 PAUSE_SECONDS = 1.0
@@ -139,7 +139,7 @@ class DiskBackend:
             transfer.slot.gather(block.index, payload)
             header = transfer.identity(block.key).pack(checksum(payload))
             staging[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
-            if self.write_object(block.key, staging):
+            if self.write_object(block.key, staging, lease_seconds=BATCH_SECONDS):
                 results[position] = "stored"
 
         self._copy.for_each(range(len(transfer.blocks)), store)
@@ -193,7 +193,9 @@ class DiskBackend:
             self._drop_damaged(key)
             return None
 
-    def write_object(self, key: BlockKey, data: Bytes) -> bool:
+    def write_object(
+        self, key: BlockKey, data: Bytes, *, lease_seconds: float = 0.0
+    ) -> bool:
         """Store header and payload of a block; False when that did not work."""
         size_bytes = _on_disk(len(data))
         if not self._make_room(size_bytes):
@@ -219,7 +221,7 @@ class DiskBackend:
             before = self._index.pop(key, None)
             if before is not None:
                 self._used_bytes -= before.size_bytes
-            self._index[key] = _Entry(size_bytes, time.monotonic() + BATCH_SECONDS)
+            self._index[key] = _Entry(size_bytes, time.monotonic() + lease_seconds)
         return True
 
     # ---- files
@@ -295,8 +297,7 @@ class DiskBackend:
             if entry is None:
                 continue
             self._index.move_to_end(key)
-            if lease:
-                entry.leased_until = now + LEASE_SECONDS
+            entry.leased_until = now + LEASE_SECONDS if lease else 0.0
             if not entry.touched or now - entry.touched > TOUCH_SECONDS:
                 entry.touched = now
                 stamp = wall_ns - position * 1000

@@ -357,25 +357,28 @@ class MooncakeBackend:
     def _put_retrying(
         self, blocks: list[BlockRef], put: Callable[[list[BlockRef]], list[int]]
     ) -> int:
-        """Put a batch; where there is no space, give eviction a few moments."""
-        stored: list[str] = []
+        """Put a batch; where there is no space, give eviction a few moments.
+
+        Returns how many are there, and leased: without that, a later batch would
+        evict this one, or eviction take it right away.
+        """
+        stored = 0
         for pause_seconds in (0.0, *EVICTION_SECONDS):
             time.sleep(pause_seconds)
             codes = put(blocks)
             self._note_transfers(codes)
-            stored += [
-                name_of(block.key)
-                for block, code in zip(blocks, codes, strict=True)
-                if code == 0
-            ]
-            blocks = [b for b, c in zip(blocks, codes, strict=True) if c == NO_SPACE]
-            if not blocks:
-                break
-        else:
-            self._puts_paused_until = time.monotonic() + PAUSE_SECONDS
-        if stored:
-            self._the_handle().exist(stored)  # leased: the next batch evicts others
-        return len(stored)
+            put_now = [b for b, c in zip(blocks, codes, strict=True) if c == 0]
+            again = [b for b, c in zip(blocks, codes, strict=True) if c == NO_SPACE]
+            if put_now:
+                names = [name_of(block.key) for block in put_now]
+                exist = self._the_handle().exist(names)
+                stored += sum(exist)
+                again += [b for b, e in zip(put_now, exist, strict=True) if not e]
+            if not again:
+                return stored
+            blocks = again
+        self._puts_paused_until = time.monotonic() + PAUSE_SECONDS
+        return stored
 
     def ensure_segments(self, ahead_bytes: int, *, touch: bool) -> None:
         """Mount segments until `ahead_bytes` more fit below the eviction mark."""
