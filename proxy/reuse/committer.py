@@ -8,12 +8,15 @@ Rules:
 3. The token list in the file is the truth about the slot. A file that does not begin
    with what the slot is believed to hold, or is of another length, is not used.
 4. All tasks belong to this owner; too many of them drop a commit, never a reply.
+5. Whoever needs a prefix that is on its way into the store can wait for it: an agent's
+   next request comes within milliseconds of the answer, before the commit is done.
 """
 
 import asyncio
 import logging
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 
 from proxy.blocks import BlockKey, Fingerprint
 from proxy.errors import ReuseError, SlotError
@@ -49,6 +52,7 @@ class Committer:
         self._metrics = metrics
         # the mutable state
         self._tasks: set[asyncio.Task[None]] = set()
+        self._under_way: set[_Commit] = set()
         self._puts = asyncio.Semaphore(MAX_CONCURRENT_PUTS)
 
     def __repr__(self) -> str:
@@ -71,9 +75,31 @@ class Committer:
             return
         fingerprint = sharing.fingerprint(namespace)
         commit = _Commit(slot, pool, sharing, fingerprint, num_tokens)
+        self._under_way.add(commit)
         task = asyncio.create_task(self._run(commit, store))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def coming_tokens(self, token_ids: TokenIds, fingerprint: Fingerprint) -> int:
+        """Tell how many leading tokens, in whole blocks, are being committed now."""
+        commit = self._best_under_way(token_ids, fingerprint)
+        return commit.shared_tokens(token_ids) if commit else 0
+
+    async def wait_for(
+        self, token_ids: TokenIds, fingerprint: Fingerprint, *, timeout_seconds: float
+    ) -> None:
+        """Wait for the commit that `coming_tokens` speaks of, at most so long."""
+        commit = self._best_under_way(token_ids, fingerprint)
+        if commit is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_seconds):
+                    await commit.done.wait()
+
+    def _best_under_way(
+        self, token_ids: TokenIds, fingerprint: Fingerprint
+    ) -> "_Commit | None":
+        fitting = [c for c in self._under_way if c.fingerprint == fingerprint]
+        return max(fitting, key=lambda c: c.shared_tokens(token_ids), default=None)
 
     async def drain(self, *, timeout_seconds: float) -> None:
         """Wait for the commits under way, at most so long, then cancel them."""
@@ -101,6 +127,8 @@ class Committer:
             logger.exception("event=commit.crashed")
         finally:
             commit.release()
+            self._under_way.discard(commit)
+            commit.done.set()
         self._metrics.commits.labels(result).inc()
 
     async def _save_and_put(self, commit: "_Commit", store: BlockStore) -> str:
@@ -196,6 +224,7 @@ class _Commit:
         self.sharing = sharing
         self.fingerprint = fingerprint
         self.expected = slot.token_ids
+        self.done = asyncio.Event()
         self._pool: SlotPool | None = pool
 
     def release(self) -> None:
@@ -203,6 +232,11 @@ class _Commit:
         if self._pool is not None:
             self._pool.release(self.slot)
             self._pool = None
+
+    def shared_tokens(self, token_ids: TokenIds) -> int:
+        """Return how many leading tokens of a prompt it stores, in whole blocks."""
+        shared = common_prefix_tokens(self.expected, token_ids)
+        return shared // self.sharing.block_size * self.sharing.block_size
 
     def keys(self, token_ids: TokenIds) -> list[BlockKey]:
         """Return the keys of the full blocks of `token_ids`."""

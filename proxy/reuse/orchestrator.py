@@ -13,9 +13,8 @@ Rules:
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -50,6 +49,7 @@ from proxy.reuse.plan import (
 )
 from proxy.reuse.slots import NO_TOKENS, Slot
 from proxy.reuse.trace import TurnTrace
+from proxy.reuse.turn import ActiveTurn
 from proxy.store.base import BlockRef, BlockStore
 
 logger = logging.getLogger("proxy.turn")
@@ -63,63 +63,6 @@ FETCH_DEADLINE_FACTOR = 1.5
 
 RESTORE_TIMEOUT_SECONDS = 30.0
 MAX_INEFFECTIVE_RESTORES = 2
-
-
-@dataclass(slots=True, eq=False)
-class ActiveTurn:
-    """A turn that holds its slot."""
-
-    request: RequestedTurn
-    slot: Slot
-    trace: TurnTrace
-    load_seconds: float
-    generated: list[int] = field(default_factory=list)
-    final: dict[str, Any] | None = None
-
-    @property
-    def request_id(self) -> str:
-        """Short, unique, safe in a header and in a log."""
-        return self.trace.request_id
-
-    @property
-    def decision(self) -> str:
-        """What was done before the prefill."""
-        return str(self.trace.plan.decision)
-
-    @property
-    def reason(self) -> str:
-        """Why."""
-        return self.trace.plan.reason
-
-    @property
-    def restored_tokens(self) -> int:
-        """How many tokens were restored from the store."""
-        return self.trace.restored_tokens
-
-    async def events(self) -> AsyncGenerator[dict[str, Any]]:
-        """Forward the prompt to the slot; yield the engine's events up to the last.
-
-        Raises UpstreamError before the first event and RunnerGone at any time.
-        """
-        body = {
-            **self.request.body,
-            "prompt": np.ascontiguousarray(self.request.token_ids),
-            "id_slot": self.slot.slot_id,
-            "cache_prompt": True,
-            "stream": True,
-            "return_tokens": True,
-        }
-        client = self.slot.runner.client
-        with self.trace.stage("forward"):
-            async with client.stream_completion("/completion", body) as events:
-                async for event in events:
-                    if event.get("stop"):
-                        self.final = event
-                    else:
-                        self.generated += event.get("tokens", ())
-                    yield event
-                    if self.final is not None:
-                        return
 
 
 class Orchestrator:
@@ -222,6 +165,7 @@ class Orchestrator:
         )
         stored = 0
         if len(keys) * sharing.block_size > trace.slot_tokens:
+            await self._wait_for_commit(turn, fingerprint, costs)
             with trace.stage("lookup"):
                 found = await self._store.contains(
                     keys, deadline_seconds=LOOKUP_DEADLINE_SECONDS
@@ -244,6 +188,19 @@ class Orchestrator:
             num_blocks = plan.restore_tokens // sharing.block_size
             await self._restore(turn, sharing, fingerprint, keys[:num_blocks], costs)
         return plan
+
+    async def _wait_for_commit(
+        self, turn: ActiveTurn, fingerprint: Fingerprint, costs: CostModel
+    ) -> None:
+        """Wait for a prefix that is just being stored, if computing it takes longer."""
+        token_ids, trace = turn.request.token_ids, turn.trace
+        coming = self._committer.coming_tokens(token_ids, fingerprint)
+        gain = coming - trace.slot_tokens
+        if gain > 0 and self._mode is not RestoreMode.NEVER:
+            with trace.stage("wait"):
+                await self._committer.wait_for(
+                    token_ids, fingerprint, timeout_seconds=costs.prefill(gain)
+                )
 
     def _refusal(self, request: RequestedTurn, sharing: Sharing | None) -> str:
         if self._store is None:
@@ -342,7 +299,7 @@ class Orchestrator:
         self._learn(turn, model, final)
         num_decoded = int(final.get("timings", {}).get("predicted_n", 0))
         num_kept = max(0, num_decoded - 1)  # the last one sampled is not in the KV
-        slot.token_ids = np.concatenate([token_ids, _reply_ids(turn, num_decoded)])
+        slot.token_ids = np.concatenate([token_ids, turn.reply_ids(num_decoded)])
         is_intact = not final.get("truncated", False)
         if is_intact and turn.request.reuse.write:
             self._committer.commit(
@@ -398,16 +355,3 @@ class Orchestrator:
             f"the engine reused {outcome.reused_tokens} tokens"
             f" after {outcome.restored_tokens} were restored"
         )
-
-
-def _reply_ids(turn: ActiveTurn, num_decoded: int) -> TokenIds:
-    """Return the ids of the reply that are in the slot; none where one is unknown.
-
-    The engine sends no event for a token whose text it holds back: the middle of a
-    character, or the possible beginning of a stop string.
-    """
-    assert turn.final is not None
-    num_sent = num_decoded - (turn.final.get("stop_type") == "eos")
-    if len(turn.generated) != num_sent:
-        return NO_TOKENS
-    return np.array(turn.generated[: max(0, num_decoded - 1)], dtype=np.int32)
