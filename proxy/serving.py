@@ -166,6 +166,7 @@ class Serving:
             on_seen()
             await server.watch()
         finally:
+            runner.close_files()
             model.runners.remove(runner)
 
     async def _facts(

@@ -123,6 +123,11 @@ class Runner:
         self.is_ready = False
         self._listener.runner_gone(self, reason)
 
+    def close_files(self) -> None:
+        """Give back the slot files of the process that was inspected last."""
+        if self._directory is not None:
+            self._directory.close()
+
     async def inspect(
         self,
         client: LlamaServerClient,
@@ -142,6 +147,7 @@ class Runner:
         self.pid = pid
         self.num_slots = int(props["total_slots"])
         self.context_tokens = int(props["default_generation_settings"]["n_ctx"])
+        self.close_files()
         self._directory = SlotDirectory(slot_directory) if slot_directory else None
         self.sharing, self.refusal = None, ""
         try:

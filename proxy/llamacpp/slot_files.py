@@ -68,6 +68,7 @@ class SlotDirectory:
         self.path = path
         # the mutable state: restore files that nobody uses now
         self._idle: list[RestoreFile] = []
+        self._is_closed = False
 
     def new_name(self, kind: str) -> str:
         """Return a file name that was never used."""
@@ -94,6 +95,9 @@ class SlotDirectory:
 
     async def release(self, file: RestoreFile) -> None:
         """Put a file back for the next restore."""
+        if self._is_closed:
+            await self.discard(file)
+            return
         self._idle.append(file)
         if len(self._idle) > MAX_IDLE_RESTORE_FILES:
             smallest = min(self._idle, key=lambda candidate: candidate.size)
@@ -116,7 +120,8 @@ class SlotDirectory:
         await asyncio.to_thread((self.path / name).unlink, missing_ok=True)
 
     def close(self) -> None:
-        """Unlink all files that are kept for reuse."""
+        """Unlink all files that are kept for reuse, and those put back later."""
+        self._is_closed = True
         while self._idle:
             self._idle.pop().close()
 

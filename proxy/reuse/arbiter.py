@@ -37,6 +37,9 @@ STALE_SECONDS = 30.0
 
 MAX_STALE_HALVINGS = 4.0
 
+ABANDONED_FACTOR = 4.0
+"""A fetch that was given up is taken to cost this many times what was spent on it."""
+
 
 class Line:
     """t = fixed + slope * x, by weighted least squares with forgetting.
@@ -114,8 +117,13 @@ class CostModel:
     def observe_failed_fetch(
         self, num_bytes: int, seconds: float, *, now: float
     ) -> None:
-        """Learn that a fetch was given up after `seconds`: it costs at least that."""
-        self._fetch.observe(float(num_bytes), max(seconds, self.fetch(num_bytes)))
+        """Learn that a fetch was given up after `seconds`; it would have cost more.
+
+        How much more is not known: a multiple, so that the next ones are declined
+        until time has passed.
+        """
+        guess = ABANDONED_FACTOR * max(seconds, self.fetch(num_bytes))
+        self._fetch.observe(float(num_bytes), guess)
         self._last_restore = now
 
     def prefill(self, num_tokens: int) -> float:

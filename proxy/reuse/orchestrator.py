@@ -253,13 +253,14 @@ class Orchestrator:
                         MIN_FETCH_DEADLINE_SECONDS, FETCH_DEADLINE_FACTOR * predicted
                     ),
                 )
-            is_reusable = True
-            if not all(arrived):
-                raise StoreError("a block was gone, damaged or of another model")
             fetched = time.monotonic()
+            if not all(arrived):
+                is_reusable = True
+                raise StoreError("a block was gone, damaged or of another model")
             with trace.stage("restore"):
                 await self._load_slot(slot, file.name, token_ids)
             loaded = time.monotonic()
+            is_reusable = True
         except StoreTimeout:
             spent = time.monotonic() - started
             costs.observe_failed_fetch(num_bytes, spent, now=time.monotonic())
@@ -267,7 +268,7 @@ class Orchestrator:
         finally:
             if is_reusable:
                 await directory.release(file)
-            else:  # the store may still be writing to it
+            else:  # the store may still be writing to it, or the engine reading it
                 await directory.discard(file)
         trace.restored_tokens = num_tokens
         self._metrics.restored_bytes.inc(num_bytes)

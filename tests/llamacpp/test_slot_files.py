@@ -54,6 +54,17 @@ async def test_only_the_largest_idle_files_are_kept(tmp_path: Path) -> None:
     directory.close()
 
 
+async def test_a_closed_directory_keeps_nothing(tmp_path: Path) -> None:
+    """A file that comes back after the runner's end is closed, not kept."""
+    directory = SlotDirectory(tmp_path)
+    file = await directory.acquire(1)
+    directory.close()
+    await directory.release(file)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file.fd)
+
+
 async def test_no_directory_is_an_error_of_sharing(tmp_path: Path) -> None:
     """A slot directory that was removed is a SlotError, not a crash."""
     with pytest.raises(SlotError, match="cannot create"):
