@@ -84,6 +84,7 @@ class Application:
                     context_tokens=options.ctx,
                     kv_type=options.kv_type,
                     flash_attention=options.flash_attn,
+                    threads=options.threads,
                     cache_ram_mib=options.cache_ram,
                     block_size=options.block_size,
                 ),

@@ -175,6 +175,13 @@ SETTINGS: tuple[Setting, ...] = (
         "flash attention",
     ),
     Setting(
+        "threads",
+        _count(1),
+        None,
+        "N",
+        "CPU threads of each runner (default: the engine's, all cores)",
+    ),
+    Setting(
         "cache-ram",
         _count(0),
         None,
@@ -269,6 +276,7 @@ class ServeOptions:
     ctx: int | None
     kv_type: str
     flash_attn: str
+    threads: int | None
     cache_ram: int | None
     block_size: int | None
     store: str

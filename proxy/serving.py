@@ -41,6 +41,7 @@ class EngineOptions:
     """Per slot; None: 8192 or what the model was trained for, if that is less."""
     kv_type: str
     flash_attention: str
+    threads: int | None
     cache_ram_mib: int | None
     block_size: int | None
 
@@ -83,6 +84,7 @@ class Serving:
                 context_tokens=context,
                 kv_type=self._engine.kv_type,
                 flash_attention=self._engine.flash_attention,
+                threads=self._engine.threads,
                 cache_ram_mib=self._engine.cache_ram_mib,
                 socket_path=self._socket_dir / f"runner-{self._num_embedded}.sock",
                 slot_directory=self._slot_dir / f"runner-{self._num_embedded}",

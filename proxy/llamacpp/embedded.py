@@ -50,6 +50,8 @@ class EmbeddedOptions:
     """Per slot."""
     kv_type: str
     flash_attention: str
+    threads: int | None
+    """CPU threads; None: the engine's default."""
     cache_ram_mib: int | None
     """The engine's own RAM cache; None: its default."""
     socket_path: Path
@@ -70,6 +72,8 @@ class EmbeddedOptions:
             "--metrics",
             "--slots",
         ]  # fmt: skip
+        if self.threads is not None:
+            flags += ["--threads", str(self.threads)]
         if self.cache_ram_mib is not None:
             flags += ["--cache-ram", str(self.cache_ram_mib)]
         return flags

@@ -140,7 +140,8 @@ class Runner:
         """Learn all about a llama-server that just came up, then tell the listener.
 
         `flags` is its command line without the program, None where that cannot be
-        read; `engine` tells its build where it does not do so itself. Raises RunnerGone or UpstreamError.
+        read; `engine` tells its build where it does not do so itself. Raises
+        RunnerGone or UpstreamError.
         """
         props = await client.props()
         self._client = client

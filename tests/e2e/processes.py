@@ -41,6 +41,7 @@ class Kvbus:
                     "--runtime-dir", str(self.runtime_dir),
                     "--slot-dir", str(self.slot_root),
                     "--cache-dir", str(self.cache_dir),
+                    "--threads", "1",
                     *arguments,
                 ],
                 stdout=subprocess.PIPE,

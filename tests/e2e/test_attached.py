@@ -25,7 +25,7 @@ def llama_server(
                 sys.executable, "-m", "proxy.llamacpp.server",
                 "--model", str(model), "--alias", alias,
                 "--host", "127.0.0.1", "--port", str(port), "--ctx-size", "8192",
-                "--slot-save-path", slots, "--slots", *flags,
+                "--slot-save-path", slots, "--slots", "--threads", "1", *flags,
             ],
             stdout=subprocess.PIPE,
         )  # fmt: skip
