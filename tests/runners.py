@@ -73,6 +73,7 @@ def runner_command(model: Path, directory: Path, *flags: str) -> list[str]:
     command = [sys.executable, "-m", "proxy.llamacpp.server", "--model", str(model)]
     command += ["--host", str(directory / "r.sock"), "--slots", "--metrics"]
     command += ["--slot-save-path", str(directory / "slots"), "--cache-ram", "0"]
+    command += ["--threads", "1"]  # several wait for one another on a busy machine
     return [*command, *flags]
 
 
