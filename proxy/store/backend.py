@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 from proxy.blocks import BlockKey, Fingerprint
 from proxy.store.base import BlockRef, PutOutcome
-from proxy.store.envelope import HEADER_BYTES, BlockIdentity
+from proxy.store.envelope import HEADER_BYTES, BlockIdentity, Bytes, read_checksum
 from proxy.store.slotview import SlotView
 
 _T = TypeVar("_T")
@@ -45,7 +45,21 @@ class Transfer:
 
     def identity(self, key: BlockKey) -> BlockIdentity:
         """Return what the header of block `key` has to say."""
-        return BlockIdentity.of(key, self.fingerprint, self.slot.layout)
+        slot = self.slot
+        return BlockIdentity(
+            key, self.fingerprint, slot.layout_digest, slot.layout.block_bytes
+        )
+
+    def deliver(self, key: BlockKey, indexes: Sequence[int], stored: Bytes) -> bool:
+        """Copy a stored object to its places; tell whether it was what it should be.
+
+        The places may hold anything when it was not.
+        """
+        header, payload = stored[:HEADER_BYTES].copy(), stored[HEADER_BYTES:]
+        if len(stored) != self.object_bytes or not self.identity(key).is_header(header):
+            return False
+        found = {self.slot.scatter(index, payload) for index in indexes}
+        return found == {read_checksum(header)}
 
     def only(self, blocks: tuple[BlockRef, ...]) -> "Transfer":
         """Return the same transfer, of some of its blocks."""

@@ -103,15 +103,10 @@ class DiskBackend:
             staging = self._staging_for(transfer.object_bytes)
             if not self._read(block.key, staging):
                 return
-            header, payload = staging[:HEADER_BYTES], staging[HEADER_BYTES:]
-            identity = transfer.identity(block.key)
-            if not identity.is_header(header) or not identity.is_payload(
-                header, payload
-            ):
+            if transfer.deliver(block.key, [block.index], staging):
+                filled[position] = True
+            else:
                 self._drop_damaged(block.key)
-                return
-            transfer.slot.scatter(block.index, payload)
-            filled[position] = True
 
         self._copy.for_each(range(len(transfer.blocks)), fetch)
         with self._lock:

@@ -164,7 +164,7 @@ class MooncakeBackend:
             if not handle.exist([name])[0]:
                 return None
             for replica in handle.describe([name]).get(name, []):
-                memory = self._locate(replica)
+                memory = self.locate(replica)
                 if memory is not None:
                     return memory.copy()
                 staging = np.empty(replica.size, dtype=np.uint8)
@@ -195,7 +195,8 @@ class MooncakeBackend:
         def copy_out(found: _Found) -> None:
             if found.memory is None or transfer.is_given_up:
                 return
-            if _copy_verified(transfer, found.key, found.positions, found.memory):
+            indexes = [transfer.blocks[position].index for position in found.positions]
+            if transfer.deliver(found.key, indexes, found.memory):
                 for position in found.positions:
                     filled[position] = True
             else:
@@ -242,11 +243,12 @@ class MooncakeBackend:
                     r for r in replicas if self._shunned.get(r.endpoint, 0.0) < now
                 ]
                 if usable:
-                    own = (self._locate(replica) for replica in usable)
+                    own = (self.locate(replica) for replica in usable)
                     memory = next((m for m in own if m is not None), None)
                     yield _Found(key, positions[key], memory)
 
-    def _locate(self, replica: Replica) -> Bytes | None:
+    def locate(self, replica: Replica) -> Bytes | None:
+        """Return an object's memory where it lies in a segment of ours."""
         if replica.endpoint != self.own_endpoint:
             return None
         return self._segments.locate(replica.address, replica.size)
@@ -401,19 +403,6 @@ class MooncakeBackend:
         if self.handle is None:
             raise MasterAway("there is no Mooncake client")
         return self.handle
-
-
-def _copy_verified(
-    transfer: Transfer, key: BlockKey, positions: list[int], memory: Bytes
-) -> bool:
-    """Copy an object to all places that want it; then look whether it was it."""
-    identity = transfer.identity(key)
-    header, payload = memory[:HEADER_BYTES].copy(), memory[HEADER_BYTES:]
-    if not identity.is_header(header):
-        return False
-    for position in positions:
-        transfer.slot.scatter(transfer.blocks[position].index, payload)
-    return identity.is_payload(header, payload)
 
 
 def probe_endpoint(handle: MooncakeHandle, segments: Segments) -> str:

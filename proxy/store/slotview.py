@@ -19,7 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from proxy.blocks import BlockLayout
 from proxy.errors import StoreError
-from proxy.store.envelope import Bytes
+from proxy.store.envelope import Bytes, layout_digest
 
 _FORGET_BYTES = 64 << 20
 
@@ -49,6 +49,7 @@ class SlotView:
                 f"the slot file has {memory.size} bytes, the layout needs {layout.end}"
             )
         self.layout = layout
+        self.layout_digest = layout_digest(layout)
         self._memory = memory
         self.piece_sizes = [
             run.piece_bytes for run in layout.runs for _ in range(run.count)
@@ -64,14 +65,22 @@ class SlotView:
             for run in layout.runs
         ]
 
-    def scatter(self, index: int, payload: Bytes) -> None:
-        """Copy a payload [block_bytes] to the place of block `index`."""
+    def scatter(self, index: int, payload: Bytes) -> bytes:
+        """Copy a payload [block_bytes] to the place of block `index`.
+
+        Returns the checksum of what was copied, read at its source *after* it was
+        copied: if it is right then the source was so throughout. Going run by run
+        finds the bytes in the CPU's cache again.
+        """
+        digest = xxhash.xxh3_128()
         start = 0
         for run in self._runs:
             place = run[index]
-            stop = start + place.size
-            np.copyto(place, payload[start:stop].reshape(place.shape))
-            start = stop
+            part = payload[start : start + place.size]
+            np.copyto(place, part.reshape(place.shape))
+            digest.update(part.data)
+            start += place.size
+        return digest.digest()
 
     def gather(self, index: int, payload: Bytes) -> None:
         """Copy block `index` into `payload` [block_bytes]."""
