@@ -113,6 +113,7 @@ def samples(draw: st.DrawFn) -> Sample:
     return Sample(layout, tuple(tokens), stream, draw(st.integers(0, 99)))
 
 
+@settings(deadline=None)
 @given(samples())
 def test_a_file_is_read_as_it_was_written(sample: Sample) -> None:
     """Parsing a file of any kind gives its layout, tokens and stream."""
@@ -125,6 +126,7 @@ def test_a_file_is_read_as_it_was_written(sample: Sample) -> None:
     assert parsed.is_contiguous
 
 
+@settings(deadline=None)
 @given(samples(), st.integers(1, 8), st.integers(1, 5), st.data())
 def test_frame_and_blocks_make_the_file_of_the_cut(
     sample: Sample, block_size: int, n_stream: int, data: st.DataObject
@@ -168,6 +170,7 @@ def write_cut(sample: Sample, num_tokens: int, n_stream: int) -> bytes:
     return write_plainly(Cut(layout, sample.token_ids[:num_tokens], 0, sample.seed))
 
 
+@settings(deadline=None)
 @given(samples(), st.data())
 def test_a_file_that_ends_early_or_late_is_refused(
     sample: Sample, data: st.DataObject
@@ -190,7 +193,7 @@ def test_a_file_that_ends_early_or_late_is_refused(
         state.parse(saved, len(saved) + 1)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(samples(), st.data())
 def test_a_damaged_file_raises_nothing_else(
     sample: Sample, data: st.DataObject
@@ -209,6 +212,7 @@ def test_a_damaged_file_raises_nothing_else(
     assert places.end <= len(damaged)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
     """Random bytes behind a good start raise StateFormatError, or hold no cells."""
@@ -357,13 +361,13 @@ def test_a_mapped_file_can_be_closed_after_the_parse(tmp_path: Path) -> None:
 
 
 def test_long_sequences_are_fast() -> None:
-    """A frame and a parse of 128 thousand tokens take a fraction of a second."""
+    """A frame and a parse of 128 thousand tokens take little of the CPU."""
     layout = a_sample().layout
     token_ids = np.arange(2, 131074, dtype=np.int32)
     data = bytearray(state.file_bytes(layout, len(token_ids)))
-    started = time.monotonic()
+    started = time.process_time()
     state.write_frame(data, layout, token_ids=token_ids)
     parsed = state.parse(data, len(data))
-    assert time.monotonic() - started < 0.5
+    assert time.process_time() - started < 0.5
     assert np.array_equal(parsed.token_ids, token_ids)
     assert parsed.is_contiguous
