@@ -104,7 +104,7 @@ class Application:
             if starting.done():
                 starting.result()
                 self.is_ready = True
-                say(self._ready_line())
+                say(await self._ready_line())
             await stopping
             self.is_ready = False
 
@@ -190,16 +190,33 @@ class Application:
             ends.append(self._supervisor.stop())
         await asyncio.gather(*ends)
 
-    def _ready_line(self) -> str:
+    async def _ready_line(self) -> str:
         host = self._options.listen[0]
+        shown = f"[{host}]" if ":" in host else host
         models = ", ".join(
-            f"{model.name} ({len(model.runners)} x {len(model.pool.slots)} slots)"
-            if len(model.runners) == 1
-            else f"{model.name} ({len(model.runners)} runners)"
+            f"{model.name} ({_count(len(model.runners), 'runner')},"
+            f" {_count(len(model.pool.slots), 'slot')})"
             for model in self.catalog.models()
         )
-        shown = f"[{host}]" if ":" in host else host
-        return f"kvbus is ready on http://{shown}:{self.port} - {models or 'no models'}"
+        store = await self._store_line()
+        url = f"http://{shown}:{self.port}"
+        return f"kvbus is ready on {url} - models: {models or 'none'} - store: {store}"
+
+    async def _store_line(self) -> str:
+        if self._supervisor is None:
+            return "none"
+        try:
+            status = await self._supervisor.client.status()
+        except StoreError as exc:
+            return f"away ({exc})"
+        isolation = "isolated" if status["isolated"] else "NOT isolated"
+        reason = f", {status['reason']}" if status.get("reason") else ""
+        size = status["capacity_bytes"] / (1 << 30)
+        return f"{status['kind']}, {size:.1f} GiB, {isolation}{reason}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def serve(options: ServeOptions) -> int:
