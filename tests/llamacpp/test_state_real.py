@@ -207,3 +207,23 @@ def test_a_generated_reply_is_in_the_file_but_for_its_last_token(
         saved = runner.save(0, "s").read_bytes()
     parsed = state.parse(saved, len(saved))
     assert np.array_equal(parsed.token_ids, PROMPT + reply[:-1])
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "lfm2", "mamba"])
+def test_whole_files_of_other_kinds_carry_checkpoints(
+    architecture: Architecture, tmp_path: Path
+) -> None:
+    """Restored whole, they serve a prompt that extends them or leaves them late."""
+    model = write_tiny_model(tmp_path / "m.gguf", seed=1, architecture=architecture)
+    prompt = PROMPT * 2
+    with running(model) as a, running(model) as b:
+        a.complete(prompt, slot=0, num_tokens=4)
+        saved = a.save(0, "s").read_bytes()
+        assert saved.count(b"SCKP") == 1
+        (b.slots / "s").write_bytes(saved)
+        b.restore(1, "s")
+        _, reused = b.complete([*prompt, 9, 9, 9], slot=1, num_tokens=1)
+        assert len(prompt) - 8 <= reused < len(prompt)
+        b.restore(1, "s")
+        _, reused = b.complete([*prompt[:100], 9, 9, 9], slot=1, num_tokens=1)
+        assert reused == 0
