@@ -32,6 +32,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -150,13 +151,13 @@ def _guard(options: argparse.Namespace) -> int:
         watched.append(options.parent_fd)
     while True:
         readable, _, _ = select.select(watched, [], [])
-        ended, status = os.waitpid(engine_pid, os.WNOHANG)
-        if ended:
-            _clean_up(options, removes_slot_files=False)
-            return _end_like(status)
         if wake_read in readable:
             os.read(wake_read, 64)
         has_parent = options.parent_fd not in readable or os.read(options.parent_fd, 64)
+        ended, status = os.waitpid(engine_pid, os.WNOHANG)
+        if ended:
+            _clean_up(options, removes_slot_files=not has_parent)
+            return _end_like(status)
         if {signal.SIGTERM, signal.SIGINT} & set(caught) or not has_parent:
             os.kill(engine_pid, signal.SIGKILL)
             os.waitpid(engine_pid, 0)
@@ -210,6 +211,8 @@ def _become_engine(options: argparse.Namespace, guard_pid: int) -> NoReturn:
         print(f"runner: {error}", file=sys.stderr, flush=True)
     except BrokenPipeError:
         code = 0  # nobody waits for us to be ready
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
