@@ -16,6 +16,7 @@ import os
 import resource
 import stat
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ EXIT_CONFIG = 2
 EXIT_TAKEN = 75
 """Another store serves this socket already."""
 
+_LOCK_TRIES = 5
 _PR_SET_PDEATHSIG = 1
 _DIE_WITH_PARENT = f"""
 import ctypes, os, sys
@@ -76,13 +78,18 @@ class InstanceLock:
     @classmethod
     def acquire(cls, path: Path, *, is_service: bool) -> Self:
         """Take the lock. Raises SocketTakenError when another store has it."""
+        tries = _LOCK_TRIES
         while True:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 os.close(fd)
-                raise SocketTakenError(f"another store holds {path}") from None
+                tries -= 1
+                if not tries:
+                    raise SocketTakenError(f"another store holds {path}") from None
+                time.sleep(0.02)  # perhaps `find_holder` looks at it just now
+                continue
             # The one that we waited for may have unlinked the file as it ended.
             with contextlib.suppress(FileNotFoundError):
                 if path.stat().st_ino == os.fstat(fd).st_ino:

@@ -77,11 +77,13 @@ class StoreSupervisor:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._watcher
             self._watcher = None
+        hello = self.client.hello
         others = await self.client.close()
-        if others != 0 and self.client.counters.connections:
-            self._child = None  # others use it, or it cannot be asked: it lingers
-            return
-        await self._end_child()
+        if others == 0 and hello is not None and hello.linger_seconds is not None:
+            await self._see_it_end(hello.pid)
+        elif hello is None:
+            await self._end_child()  # never met
+        self._is_child_running()  # reaps it
 
     async def _bring_up(self) -> None:
         """Get the client connected, starting a store when there is none."""
@@ -158,16 +160,22 @@ class StoreSupervisor:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(holder.pid, signal.SIGKILL)
 
+    async def _see_it_end(self, pid: int) -> None:
+        """Wait for the end of the store that this proxy was the last to leave."""
+        deadline = time.monotonic() + STOP_SECONDS
+        while (holder := find_holder(self._options.lock_path)) is not None:
+            if holder.pid != pid:
+                return  # somebody started the next one already
+            if time.monotonic() > deadline:
+                self._kill_frozen()
+                return
+            await asyncio.sleep(_CONNECT_SECONDS)
+
     async def _end_child(self) -> None:
-        """Wait for the child's end, and bring it about when it takes too long."""
-        child, self._child = self._child, None
-        if child is None:
-            return
-        if not await _is_gone(child, STOP_SECONDS):
-            child.terminate()
-            if not await _is_gone(child, 0.5):
-                child.kill()
-                await _is_gone(child, 1.0)
+        """End a child that did not become a store."""
+        if self._child is not None and self._is_child_running():
+            self._child.kill()
+            await asyncio.to_thread(self._child.wait)
 
 
 def spawn_store(options: StoreOptions) -> "subprocess.Popen[bytes]":
@@ -196,12 +204,3 @@ def last_line(path: Path) -> str:
     except OSError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-async def _is_gone(child: "subprocess.Popen[bytes]", wait_seconds: float) -> bool:
-    deadline = time.monotonic() + wait_seconds
-    while child.poll() is None:
-        if time.monotonic() > deadline:
-            return False
-        await asyncio.sleep(0.02)
-    return True
