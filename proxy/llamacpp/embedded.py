@@ -17,7 +17,6 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO
 
@@ -133,7 +132,7 @@ class EmbeddedRunner:
                 client,
                 slot_directory=options.slot_directory,
                 flags=options.flags(),
-                engine=f"xllamacpp {_engine_version()} {_build(ready)}",
+                engine=_build(ready),
                 pid=process.pid,
             )
             while await process.stdout.readline():
@@ -201,15 +200,8 @@ def _make_empty(directory: Path) -> None:
         path.unlink()
 
 
-def _engine_version() -> str:
-    try:
-        return version("xllamacpp")
-    except PackageNotFoundError:
-        return "missing"
-
-
 def _build(ready_line: bytes) -> str:
-    """Return the build that the process names in its ready line."""
+    """Return the engine's build out of the process's ready line."""
     try:
         ready = orjson.loads(ready_line)
     except orjson.JSONDecodeError as exc:
