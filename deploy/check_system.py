@@ -14,7 +14,7 @@ LIBRARIES = {
 }
 
 
-def missing_packages():
+def missing_packages() -> list:
     """Return the names of the packages that are missing."""
     missing = []
     if importlib.util.find_spec("ensurepip") is None:
@@ -28,7 +28,7 @@ def missing_packages():
     return missing
 
 
-def main():
+def main() -> int:
     """Say what is missing; returns the exit code."""
     if sys.version_info < (3, 11):  # noqa: UP036 - this file runs under any Python
         print("kvbus needs Python 3.11 or newer; this is", sys.version.split()[0])

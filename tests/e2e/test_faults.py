@@ -18,6 +18,7 @@ from tests.e2e.processes import Kvbus, children_of, is_alive
 from tests.e2e.test_sharing import TEXT, restart_runner, store_arguments
 
 LONG = {"num_predict": 1_500, "temperature": 0}
+SHORT = {"num_predict": 150, "temperature": 0}
 
 
 def serve(
@@ -38,11 +39,13 @@ def prime(kvbus: Kvbus) -> dict[str, Any]:
 
 
 @contextmanager
-def streaming(kvbus: Kvbus, prompt: str = "Go on") -> Iterator[list[str]]:
-    """Stream a long answer in a thread; gives its lines as they come."""
+def streaming(
+    kvbus: Kvbus, options: dict[str, int], prompt: str = "Go on"
+) -> Iterator[list[str]]:
+    """Stream an answer in a thread; gives its lines as they come."""
     lines: list[str] = []
     begun = threading.Event()
-    body = {"model": "tiny", "prompt": prompt, "raw": True, "options": LONG}
+    body = {"model": "tiny", "prompt": prompt, "raw": True, "options": options}
 
     def read() -> None:
         url = f"{kvbus.url}/api/generate"
@@ -66,7 +69,7 @@ def test_a_runner_killed_in_decode_gives_one_clear_error(
 ) -> None:
     """The stream ends in an error line of Ollama's shape; the next request works."""
     serve(kvbus, models)
-    with streaming(kvbus) as lines:
+    with streaming(kvbus, LONG) as lines:
         os.kill(kvbus.runner_pids()[0], signal.SIGKILL)
     assert "model runner has unexpectedly stopped" in lines[-1]
     assert '"done":true' not in "".join(lines)
@@ -101,7 +104,7 @@ def test_waiting_requests_survive_the_death_of_their_runner(
     """Only the request that was being answered fails; the queue is served after."""
     serve(kvbus, models)
     answers: list[int] = []
-    body = {"model": "tiny", "prompt": "Hello", "raw": True, "options": LONG}
+    body = {"model": "tiny", "prompt": "Hello", "raw": True, "options": SHORT}
     threads = [
         threading.Thread(
             target=lambda: answers.append(
@@ -129,7 +132,7 @@ def test_a_lost_store_costs_no_request(
     hot = prime(kvbus)
     kvbus.wait_commits(2)
     store = kvbus.status()["store"]["pid"]
-    with streaming(kvbus, "Something else") as lines:
+    with streaming(kvbus, SHORT, "Something else") as lines:
         os.kill(store, number)
     assert '"done":true' in lines[-1]
     answer = kvbus.generate("tiny", TEXT + "What?")
