@@ -111,6 +111,14 @@ def test_every_route_is_documented() -> None:
         assert f"`{route.method} {route.path}`" in text, route
 
 
+def test_every_benchmark_is_documented() -> None:
+    """docs/benchmarks.md names the command of each benchmark."""
+    text = read("docs/benchmarks.md")
+    for path in (ROOT / "benchmarks").glob("[a-z]*.py"):
+        if 'if __name__ == "__main__":' in path.read_text():
+            assert f"`python -m benchmarks.{path.stem}`" in text, path
+
+
 def test_every_sampling_option_is_documented() -> None:
     """docs/api.md names every option with its default."""
     table = rows(section(read("docs/api.md"), "`options`"))
