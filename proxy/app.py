@@ -19,6 +19,7 @@ from aiohttp import web
 from proxy.admin import Admin
 from proxy.config import ServeOptions
 from proxy.errors import ConfigError, StoreError
+from proxy.in_flight import InFlight
 from proxy.metrics import Metrics
 from proxy.model_files import DEFAULT_MODEL_NAME, ensure_default_model
 from proxy.observer import MetricsObserver
@@ -36,6 +37,9 @@ MAX_BODY_BYTES = 256 << 20
 """Bodies hold prompts and images; Ollama itself sets no limit."""
 
 STREAM_GRACE_SECONDS = 3.0
+CANCEL_GRACE_SECONDS = 0.2
+"""aiohttp waits so long twice: for handlers to end, and to end once cancelled."""
+
 COMMIT_GRACE_SECONDS = 0.3
 STORE_RETRY_SECONDS = 5.0
 
@@ -66,6 +70,7 @@ class Application:
         self.is_ready = False
         self.port = 0
         self._background: set[asyncio.Task[None]] = set()
+        self._in_flight = InFlight()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set. Raises ConfigError when it cannot start."""
@@ -125,13 +130,14 @@ class Application:
             observer=MetricsObserver(self.metrics),
             options=ApiOptions(response_headers=self._options.response_headers),
         )
+        app.middlewares.append(self._in_flight.middleware())
         app.add_routes(api.routes())
         app.add_routes(self._admin.routes())
         front = web.AppRunner(
             app,
             access_log=None,
             handler_cancellation=True,
-            shutdown_timeout=STREAM_GRACE_SECONDS,
+            shutdown_timeout=CANCEL_GRACE_SECONDS,
         )
         await front.setup()
         try:
@@ -181,6 +187,9 @@ class Application:
                 return
 
     async def _take_down(self, front: web.AppRunner, serving: Serving) -> None:
+        for site in list(front.sites):
+            await site.stop()
+        await self._in_flight.wait_none(timeout_seconds=STREAM_GRACE_SECONDS)
         await front.cleanup()
         for task in self._background:
             task.cancel()

@@ -60,12 +60,14 @@ def write_tiny_model(
     n_embd: int = 128,
     n_head_kv: int = 2,
     n_ctx_train: int = 131072,
+    is_endless: bool = False,
 ) -> Path:
     """Write a random model of `architecture`; the same arguments give the same file.
 
     gemma3 has a sliding window, lfm2 is a hybrid, mamba recurrent, deepseek2 keeps
     latent K only, qwen2vl has M-RoPE. There are n_embd / 32 heads, and a KV row of one
-    layer is n_head_kv * 32 elements, for K and V each (deepseek2 apart).
+    layer is n_head_kv * 32 elements, for K and V each (deepseek2 apart). An endless
+    model never chooses a control token, so its greedy text ends at no length.
     """
     n_head = n_embd // HEAD_DIM
     num_layers = n_layer or (6 if architecture == "gemma3" else 2)
@@ -103,7 +105,10 @@ def write_tiny_model(
     random = np.random.default_rng(seed)
     for name, shape in shapes.items():
         suffix = "" if name.endswith((".bias", "ssm_a", "ssm_d")) else ".weight"
-        writer.add_tensor(name + suffix, _weights(random, name, shape))
+        values = _weights(random, name, shape)
+        if name == "output" and is_endless:
+            values[[tokens.index(text) for text in CONTROL_TOKENS]] = 0.0
+        writer.add_tensor(name + suffix, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -9,6 +9,7 @@ Rules:
    on everything else.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ class LlamaServerClient:
     def __init__(self, *, url: str, socket_path: Path | None = None) -> None:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.url = url
+        self._closing: set[asyncio.Future[None]] = set()
         self._http = httpx.AsyncClient(
             base_url=url,
             trust_env=False,
@@ -53,6 +55,8 @@ class LlamaServerClient:
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._closing:
+            await asyncio.wait(self._closing)
         await self._http.aclose()
 
     async def is_healthy(self, *, timeout_seconds: float = 2.0) -> bool:
@@ -160,20 +164,36 @@ class LlamaServerClient:
         Leaving the block closes the connection, which stops the generation. Raises
         UpstreamError before the first event, UpstreamError or RunnerGone later.
         """
+        request = self._http.build_request(
+            "POST",
+            path,
+            content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
+            headers={"Content-Type": "application/json"},
+            timeout=httpx.Timeout(None, connect=CONTROL_TIMEOUT_SECONDS),
+        )
         try:
-            async with self._http.stream(
-                "POST",
-                path,
-                content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
-                headers={"Content-Type": "application/json"},
-                timeout=httpx.Timeout(None, connect=CONTROL_TIMEOUT_SECONDS),
-            ) as response:
+            response = await self._http.send(request, stream=True)
+            try:
                 if response.status_code != httpx.codes.OK:
                     await response.aread()
                     raise UpstreamError(response.status_code, response.text)
                 yield _events(response)
+            finally:
+                await self._close_for_sure(response)
         except httpx.TransportError as exc:
             raise RunnerGone(str(exc) or type(exc).__name__) from exc
+
+    async def _close_for_sure(self, response: httpx.Response) -> None:
+        """Close a connection even if the task is cancelled meanwhile.
+
+        A client that leaves is noticed twice, by a failed write and by the end of its
+        connection: the second would interrupt the closing that the first has begun,
+        and the engine would go on generating for nobody.
+        """
+        closing = asyncio.ensure_future(response.aclose())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)
 
     async def _slot_action(
         self, slot_id: int, action: str, file_name: str, timeout_seconds: float

@@ -47,6 +47,10 @@ _MAX_SOCKET_PATH_BYTES = 107  # sun_path, with its closing zero
 _LISTENER_END_SECONDS = 2.0  # a killed engine with much memory takes a while to go
 _PR_SET_PDEATHSIG = 1
 _LOG_ERRORS = 1
+_CPU_BATCH_TOKENS = 128
+"""The engine hears of a client's leaving between two batches. Its own 2,048 tokens
+are many seconds of a CPU's work; smaller ones cost a CPU nothing (measured at 64 to
+2,048 tokens: no difference beyond the noise)."""
 _KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 _FLASH_ATTENTION = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}
 
@@ -68,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--flash-attn", choices=_FLASH_ATTENTION, default="auto")
     parser.add_argument("--cache-ram", type=int, default=8192, metavar="MIB")
     parser.add_argument("--threads", type=int, default=-1)
+    parser.add_argument("--batch-size", type=int, metavar="N")
     parser.add_argument("--metrics", action="store_true")
     parser.add_argument("--slots", action="store_true")
     parser.add_argument("--kv-unified", action="store_true")
@@ -263,6 +268,10 @@ def _apply(options: argparse.Namespace, params: Any, xllamacpp: Any) -> None:  #
     params.flash_attn_type = getattr(xllamacpp.llama_flash_attn_type, flash_name)
     params.cache_ram_mib = options.cache_ram
     params.cpuparams.n_threads = options.threads
+    batch_tokens = options.batch_size or _default_batch_tokens(xllamacpp)
+    if batch_tokens is not None:
+        params.n_batch = batch_tokens
+        params.n_ubatch = min(params.n_ubatch, batch_tokens)
     params.endpoint_metrics = options.metrics
     params.endpoint_slots = options.slots
     # a slot keeps what was restored into it, whatever other slots do
@@ -272,6 +281,13 @@ def _apply(options: argparse.Namespace, params: Any, xllamacpp: Any) -> None:  #
     params.ui = False
     params.offline = True
     params.verbosity = _LOG_ERRORS
+
+
+def _default_batch_tokens(xllamacpp: Any) -> int | None:  # noqa: ANN401
+    """Return the batch size for this machine's devices; None: the engine's own."""
+    kinds = {device["type"] for device in xllamacpp.get_device_info()}
+    cpu = xllamacpp.ggml_backend_dev_type.GGML_BACKEND_DEVICE_TYPE_CPU
+    return _CPU_BATCH_TOKENS if kinds == {cpu} else None
 
 
 if __name__ == "__main__":

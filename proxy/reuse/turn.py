@@ -1,7 +1,7 @@
 """A turn that holds its slot: it forwards the prompt and hears the reply.
 
 Rules:
-1. The slot is pinned and named in each forwarded body; nothing else of it is changed.
+1. The slot is pinned and named in each forwarded body.
 2. The stream stops after the engine's final event, or when its reader leaves.
 """
 
@@ -60,11 +60,17 @@ class ActiveTurn:
             "cache_prompt": True,
             "stream": True,
             "return_tokens": True,
+            # The engine looks whether its client is still there when it has something
+            # to say. Without progress that is not before the first token, as long as
+            # another slot keeps it talking.
+            "return_progress": True,
         }
         client = self.slot.runner.client
         with self.trace.stage("forward"):
             async with client.stream_completion("/completion", body) as events:
                 async for event in events:
+                    if "prompt_progress" in event:
+                        continue
                     if event.get("stop"):
                         self.final = event
                     else:

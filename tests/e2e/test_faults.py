@@ -27,7 +27,7 @@ def serve(
 ) -> None:
     """Start kvbus with one model, restoring whatever is stored."""
     kvbus.start(
-        "--model", f"tiny={models['tiny']}", "--restore", "always",
+        "--model", f"tiny={models['endless']}", "--restore", "always",
         *store_arguments(kind, kvbus), *more,
     )  # fmt: skip
 
