@@ -44,7 +44,7 @@ _SETTINGS = {
 }
 
 
-class MasterAway(StoreError):  # noqa: N818 - named as its siblings are
+class MasterAway(StoreError):
     """The master did not answer."""
 
 

@@ -8,10 +8,11 @@ Rules:
    them; calls are then refused until it answers again.
 2. A master of our own that ended, or is silent for `FROZEN_SECONDS`, is killed and
    started again, with back-off. Its keys are gone: the store is empty.
-3. A client that wedged, or does not find back to its master, is replaced. One that
-   cannot be closed, since calls hang in it, is left behind; after `MAX_LEFT_BEHIND`
-   of these the process ends: only a fresh one gets rid of them.
-4. Only this thread and the one that opens the store change handle and master.
+3. A client that wedged, or does not find back to its master, ends the process, with
+   `EXIT_WEDGED`: the library cannot be closed while calls hang in it, and closing it
+   stops the whole interpreter for seconds. Whoever started the store starts another.
+4. Nothing is asked of a master that is known to be away: connecting to one that does
+   not answer stops the whole interpreter too.
 """
 
 import logging
@@ -19,11 +20,12 @@ import os
 import socket
 import threading
 import time
+from typing import NoReturn
 
 from proxy.errors import ConfigError, StoreError
 from proxy.store.backend import CopyThreads
 from proxy.store.gate import CallGate
-from proxy.store.master import MooncakeMaster, read_metrics
+from proxy.store.master import MooncakeMaster, fetch, read_metrics
 from proxy.store.mooncake import MooncakeHandle
 from proxy.store.mooncake_backend import MooncakeBackend, probe_endpoint
 from proxy.store.options import StoreOptions
@@ -38,7 +40,6 @@ ANSWER_SECONDS = 0.04
 MAX_MISSED = 2
 FROZEN_SECONDS = 2.0
 RECONNECT_SECONDS = 5.0
-MAX_LEFT_BEHIND = 3
 CLOSE_SECONDS = 2.3
 EXIT_WEDGED = 70
 _LAST_BACKOFF_SECONDS = 10.0
@@ -63,14 +64,14 @@ class MooncakeWatch:
         )
         self.master = MooncakeMaster() if self._is_embedded else None
         self._address = f"{options.master_host}:{options.master_port}"
-        self._metrics_host = options.master_host
+        self._master_host = options.master_host
+        self._master_port = options.master_port
         self._metrics_port = options.master_metrics_port
         self._local_host = "127.0.0.1" if self._is_embedded else _local_host(options)
         self._ahead_bytes = options.segment_bytes // 2 if self._is_embedded else 0
         # mutable state
         self._is_stopping = threading.Event()
         self._is_wedged = False
-        self._left_behind = 0
         self._missed = 0
         self._silent_since: float | None = None
         self._backoff_seconds = BEAT_SECONDS
@@ -93,11 +94,11 @@ class MooncakeWatch:
                 self.master.start()
             self._connect()
             self._gate.open()
-        except StoreError:
+        except StoreError as exc:
             if self._is_embedded:
                 raise
-            logger.warning("the pool at %s is away", self._address)
-            self._gate.fail_all(f"the pool at {self._address} is away")
+            logger.warning("%s", exc)
+            self._gate.fail_all(str(exc))
         self._thread.start()
         threading.Thread(target=self._grow, name="mooncake grow", daemon=True).start()
 
@@ -135,11 +136,10 @@ class MooncakeWatch:
         if self._is_stopping.is_set():
             return
         if self._is_wedged:
-            self._gate.fail_all("the Mooncake client is wedged")
-            self._start_over(must_replace=True)
-        elif self.master is not None and not self.master.is_running:
+            self._end_process("the Mooncake client is wedged")
+        if self.master is not None and not self.master.is_running:
             self._gate.fail_all("the Mooncake master died")
-            self._start_over(must_replace=False)
+            self._start_over(self.master)
         elif self._is_master_well():
             self._missed, self._silent_since = 0, None
             if self._gate.shut_reason is not None:
@@ -155,7 +155,7 @@ class MooncakeWatch:
             silent = time.monotonic() - self._silent_since
             if self.master is not None and silent > FROZEN_SECONDS:
                 logger.warning("the Mooncake master is frozen: starting another")
-                self._start_over(must_replace=False)
+                self._start_over(self.master)
 
     def _is_master_well(self) -> bool:
         if self.master is not None:
@@ -163,30 +163,26 @@ class MooncakeWatch:
         handle = self.backend.handle
         return handle is None or handle.is_connected()
 
-    def _start_over(self, *, must_replace: bool) -> None:
-        """Get a fresh master, where it is ours, and a client that knows it."""
-        if self.master is not None:
-            self.master.kill()
-            self.backend.used_bytes = 0
-            self.master.start()
-        if must_replace:
-            self._drop_handle()
-        self._is_wedged = False
+    def _start_over(self, master: MooncakeMaster) -> None:
+        """Get a fresh master of our own."""
+        master.kill()
+        self.backend.used_bytes = 0
+        master.start()
         self._missed, self._silent_since = 0, None
         self._rejoin()
 
     def _rejoin(self) -> None:
         """Open the gate once the client has found back to the master."""
-        deadline = time.monotonic() + RECONNECT_SECONDS
         handle = self.backend.handle
-        while handle is not None and not self._has_rejoined(handle):
-            if self._is_stopping.wait(0.02):
-                return
-            if time.monotonic() > deadline:
-                self._drop_handle()
-                handle = None
         if handle is None:
             self._connect()
+        else:
+            deadline = time.monotonic() + RECONNECT_SECONDS
+            while not self._has_rejoined(handle):
+                if self._is_stopping.wait(0.02):
+                    return
+                if time.monotonic() > deadline:
+                    self._end_process("the Mooncake client does not find its master")
         self._backoff_seconds = BEAT_SECONDS
         self._gate.open()
         logger.warning("Mooncake is back")
@@ -206,27 +202,34 @@ class MooncakeWatch:
         address = self._address
         if self.master is not None:
             address = f"127.0.0.1:{self.master.rpc_port}"
+        else:
+            self._check_pool()
         handle = MooncakeHandle.connect(address, local_host=self._local_host)
-        self._segments.mount_all(handle.mount)
         self.backend.handle = handle
         self.backend.ensure_segments(
             1 if self._is_embedded else self._segments.limit_bytes, touch=False
         )
         self.backend.own_endpoint = probe_endpoint(handle, self._segments)
 
-    def _drop_handle(self) -> None:
-        handle, self.backend.handle = self.backend.handle, None
-        if handle is None:
-            return
-        if handle.is_idle:
-            threading.Thread(target=handle.close, daemon=True).start()
-            return
-        self._left_behind += 1
-        if self._left_behind > MAX_LEFT_BEHIND:
-            logger.error("too many Mooncake clients hang: ending")
-            if self.master is not None:
-                self.master.kill()
-            os._exit(EXIT_WEDGED)
+    def _end_process(self, reason: str) -> NoReturn:
+        logger.error("%s: ending, to be started again", reason)
+        if self.master is not None:
+            self.master.kill()
+        os._exit(EXIT_WEDGED)
+
+    def _check_pool(self) -> None:
+        """See whether the pool's master answers. Raises StoreError."""
+        host, port = self._master_host, self._master_port
+        try:
+            socket.create_connection((host, port), timeout=1.0).close()
+        except OSError as exc:
+            raise StoreError(f"no pool at {self._address}: {exc}") from exc
+        port = self._metrics_port
+        if port and fetch(host, port, "/health", 1.0) is None:
+            raise StoreError(
+                f"the pool's master does not answer on its metrics port {port} "
+                "(if it has none: set that to 0)"
+            )
 
     def _note_wedged(self) -> None:
         self._is_wedged = True
@@ -255,7 +258,7 @@ class MooncakeWatch:
             return read_metrics("127.0.0.1", self.master.http_port, 0.5)
         if not self._metrics_port:
             return None
-        return read_metrics(self._metrics_host, self._metrics_port, 0.5)
+        return read_metrics(self._master_host, self._metrics_port, 0.5)
 
     def _back_off(self) -> None:
         self._backoff_seconds = min(

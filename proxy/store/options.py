@@ -70,6 +70,8 @@ class StoreOptions:
         if self.kind == "mooncake":
             if not self.master_host or not 0 < self.master_port < 65536:
                 raise ConfigError("a Mooncake pool needs HOST:PORT of its master")
+            if _is_loopback(self.local_host) and not _is_loopback(self.master_host):
+                raise ConfigError("members of the pool cannot reach us by loopback")
         elif self.master_host or self.master_port:
             raise ConfigError(f"a store of kind {self.kind} has no master address")
         if self.kind == "disk" and (not self.disk_dir or self.disk_size_bytes <= 0):
@@ -134,3 +136,7 @@ class StoreOptions:
             return cls(**values)
         except (TypeError, ValueError, AttributeError) as exc:
             raise ConfigError(f"store options cannot be read: {exc}") from exc
+
+
+def _is_loopback(host: str) -> bool:
+    return host in {"localhost", "::1"} or host.startswith("127.")

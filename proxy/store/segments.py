@@ -2,8 +2,7 @@
 
 Mooncake maps each file (a memfd, named by its path below /proc) as a segment of its
 own; we keep a second mapping. So an object's address can be turned into memory that
-stays valid whatever becomes of the client, and a new client gets the same pages,
-touched already.
+stays valid whatever becomes of the client.
 
 Rules:
 1. `locate` gives out memory only for a range that lies in one segment, whole.
@@ -29,7 +28,8 @@ from proxy.store.envelope import Bytes
 logger = logging.getLogger(__name__)
 
 _MADV_POPULATE_WRITE = 23
-_TOUCH_BYTES = 1 << 20
+_ALLOCATE_BYTES = 8 << 20
+_FAULT_BYTES = 2 << 20
 """At once: nobody else can map memory meanwhile."""
 MountSegment = Callable[[str, int], bool]
 """Mounts the file at a path with its size; False when that failed."""
@@ -91,7 +91,7 @@ class Segments:
         memory = np.frombuffer(mapping, dtype=np.uint8)
         segment = _Segment(fd, self._segment_bytes, memory)
         if touch:
-            _fault_in(memory.ctypes.data, segment.size)
+            _allocate(fd, segment.size)
         _mount(segment, mount)
         self._segments.append(segment)
 
@@ -100,16 +100,9 @@ class Segments:
         for segment in self._segments:
             if segment.base and not segment.is_touched:
                 segment.is_touched = True
+                _allocate(segment.fd, segment.size)
                 _fault_in(segment.base, segment.size)
                 _fault_in(segment.memory.ctypes.data, segment.size)
-
-    def mount_all(self, mount: MountSegment) -> None:
-        """Mount every segment at a new client. Raises StoreError."""
-        for segment in self._segments:
-            segment.base = 0
-            segment.is_touched = False
-        for segment in self._segments:
-            _mount(segment, mount)
 
     def locate(self, address: int, size: int) -> Bytes | None:
         """Return the memory of an object, or None if it is not wholly ours."""
@@ -146,12 +139,26 @@ def _find_mappings(fd: int) -> set[tuple[int, int]]:
     return found
 
 
+def _allocate(fd: int, size: int) -> None:
+    """Have the system find and clear the pages of a file.
+
+    That is nearly all of the cost of touching them, and unlike a page fault it keeps
+    no other thread from mapping memory (which Python does under its own lock).
+    Raises StoreError.
+    """
+    try:
+        for start in range(0, size, _ALLOCATE_BYTES):
+            os.posix_fallocate(fd, start, min(_ALLOCATE_BYTES, size - start))
+    except OSError as exc:
+        raise StoreError(f"no memory for the store: {exc}") from exc
+
+
 def _fault_in(address: int, size: int) -> None:
-    """Fault pages in; an older kernel that cannot leaves that to the first use."""
+    """Map pages that exist; an older kernel leaves that to their first use."""
     libc = ctypes.CDLL(None, use_errno=True)
-    for start in range(0, size, _TOUCH_BYTES):
+    for start in range(0, size, _FAULT_BYTES):
         libc.madvise(
             ctypes.c_void_p(address + start),
-            ctypes.c_size_t(min(_TOUCH_BYTES, size - start)),
+            ctypes.c_size_t(min(_FAULT_BYTES, size - start)),
             _MADV_POPULATE_WRITE,
         )

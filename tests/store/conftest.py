@@ -6,11 +6,12 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from proxy.errors import StoreError
-from proxy.store.client import StoreClient
+from proxy.store.client import ClientTiming, StoreClient
 from proxy.store.master import MooncakeMaster
 from proxy.store.options import StoreOptions
 from proxy.store.process import ensure_private_folder
@@ -23,8 +24,18 @@ DISK_BYTES = 256 * MIB
 
 KINDS = ("disk", "embedded", "mooncake", "tiered")
 
-StartStore = Callable[[StoreOptions], Awaitable[StoreSupervisor]]
-"""Start (or join) the store of some options; it is stopped after the test."""
+PATIENT = ClientTiming(missed_beats=100)
+"""For tests of something else than time: other work shares this machine."""
+
+
+class StartStore(Protocol):
+    """Start (or join) the store of some options; it is stopped after the test."""
+
+    def __call__(
+        self, options: StoreOptions, *, timing: ClientTiming = PATIENT
+    ) -> Awaitable[StoreSupervisor]:
+        """Return a supervisor that has started."""
+        ...
 
 
 @pytest.fixture
@@ -40,8 +51,11 @@ async def start_store() -> AsyncIterator[StartStore]:
     started: list[StoreSupervisor] = []
     pids: set[int] = set()
 
-    async def start(options: StoreOptions) -> StoreSupervisor:
+    async def start(
+        options: StoreOptions, *, timing: ClientTiming = PATIENT
+    ) -> StoreSupervisor:
         supervisor = StoreSupervisor(options)
+        supervisor.client.timing = timing
         started.append(supervisor)
         await supervisor.start()
         assert supervisor.client.hello is not None
@@ -129,7 +143,7 @@ def shared_options(
 @pytest.fixture
 async def client(shared_options: StoreOptions) -> AsyncIterator[StoreClient]:
     """Return a client of a running store of each kind."""
-    client = StoreClient(shared_options.socket_path)
+    client = StoreClient(shared_options.socket_path, timing=PATIENT)
     async with asyncio.timeout(10):
         while True:
             with contextlib.suppress(StoreError):
