@@ -179,7 +179,7 @@ SETTINGS: tuple[Setting, ...] = (
         _count(1),
         None,
         "N",
-        "CPU threads of each runner (default: the engine's, all cores)",
+        "CPU threads of each runner (default: all cores, shared out among --runners)",
     ),
     Setting(
         "cache-ram",

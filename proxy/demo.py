@@ -34,6 +34,7 @@ from proxy.model_files import (
     default_cache_dir,
     ensure_default_model,
 )
+from proxy.serving import cpu_share
 
 NUM_RUNNERS = 2
 REPLY_TOKENS = 24
@@ -166,6 +167,7 @@ class Stock:
             sys.executable, "-m", "proxy.llamacpp.server",
             "--model", str(self._model), "--host", str(path),
             "--ctx-size", str(CONTEXT_TOKENS),
+            "--threads", str(cpu_share(NUM_RUNNERS)),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
@@ -307,6 +309,7 @@ async def _kvbus(model: Path, scratch: Path) -> AsyncIterator[ThroughKvbus]:
         "--model", f"{DEFAULT_MODEL_NAME}={model}",
         "--runners", str(NUM_RUNNERS),
         "--ctx", str(CONTEXT_TOKENS),
+        "--threads", str(cpu_share(NUM_RUNNERS)),
         "--store", "embedded", "--store-size", "512M",
         "--runtime-dir", str(scratch / "run"),
         "--log-level", "error",

@@ -8,6 +8,8 @@ Two kinds of runners: embedded ones, started here, and given llama-servers. Rule
 
 import asyncio
 import logging
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +46,23 @@ class EngineOptions:
     threads: int | None
     cache_ram_mib: int | None
     block_size: int | None
+
+    @property
+    def runner_threads(self) -> int | None:
+        """Threads of one runner: given, else its share of the cores.
+
+        The engine's threads spin while they wait for each other: more of them than
+        cores makes all runners crawl. One runner alone keeps the engine's default.
+        """
+        if self.threads is not None or self.runners == 1:
+            return self.threads
+        return cpu_share(self.runners)
+
+
+def cpu_share(runners: int) -> int:
+    """Return how many CPU threads each of several runners on this host gets."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    return max(1, (cores or 1) // runners)
 
 
 class Serving:
@@ -84,7 +103,7 @@ class Serving:
                 context_tokens=context,
                 kv_type=self._engine.kv_type,
                 flash_attention=self._engine.flash_attention,
-                threads=self._engine.threads,
+                threads=self._engine.runner_threads,
                 cache_ram_mib=self._engine.cache_ram_mib,
                 socket_path=self._socket_dir / f"runner-{self._num_embedded}.sock",
                 slot_directory=self._slot_dir / f"runner-{self._num_embedded}",
