@@ -283,6 +283,30 @@ def test_a_disconnect_frees_the_slot_within_a_second(
     assert results.count("cancelled") == 2
 
 
+def test_a_disconnect_in_prefill_beside_a_busy_slot(
+    kvbus: Kvbus, models: dict[str, Path]
+) -> None:
+    """While another slot talks the engine still hears that a client has left."""
+    serve(kvbus, models, "--ctx", "60000", "--slots", "2")
+    body = {"model": "tiny", "prompt": TEXT * 25, "raw": True, "options": LONG}
+    with (
+        httpx.Client(trust_env=False, timeout=30) as client,
+        client.stream(
+            "POST", f"{kvbus.url}/api/generate", json={**body, "prompt": "Go on"}
+        ) as talking,
+    ):
+        lines = talking.iter_raw()
+        next(lines)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{kvbus.url}/api/generate", json=body, timeout=1.0, trust_env=False
+            )
+        started = time.monotonic()
+        kvbus.generate("tiny", "Next", num_predict=2)
+        assert time.monotonic() - started < 2.5
+        next(lines)
+
+
 def test_many_disconnects_leave_nothing(kvbus: Kvbus, models: dict[str, Path]) -> None:
     """A hundred clients that leave at all moments: no slot, task or file is lost."""
     serve(kvbus, models, "--slots", "2")
