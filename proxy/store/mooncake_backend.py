@@ -80,18 +80,21 @@ class MooncakeBackend:
         segments: Segments,
         copy: CopyThreads,
         on_wedged: Callable[[], None],
+        refresh: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
         self._gate = gate
         self._copy = copy
         self._segments = segments
         self._on_wedged = on_wedged
+        self._refresh = refresh
         self._close = close
         self._grow_lock = threading.Lock()
         # mutable state
         self.handle: MooncakeHandle | None = None
         self.own_endpoint = ""
         self.used_bytes = 0
+        self.pool_bytes = 0
         self.num_blocks = 0
         self.damaged_blocks = 0
         self.failed_puts = 0
@@ -140,8 +143,10 @@ class MooncakeBackend:
 
     def status(self) -> dict[str, Any]:
         """See `Backend.status`."""
+        if self._gate.shut_reason is None:
+            self._refresh()
         return {
-            "capacity_bytes": self._segments.limit_bytes,
+            "capacity_bytes": max(self._segments.limit_bytes, self.pool_bytes),
             "mounted_bytes": self._segments.mounted_bytes,
             "used_bytes": self.used_bytes,
             "blocks": self.num_blocks,

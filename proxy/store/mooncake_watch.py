@@ -35,9 +35,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 BEAT_SECONDS = 0.025
-ANSWER_SECONDS = 0.04
-"""For an answer while calls are in flight; two missed in a row are trouble."""
-MAX_MISSED = 2
+ANSWER_SECONDS = (0.03, 0.05)
+"""For the master's answer, first and second time; missing both is trouble."""
 FROZEN_SECONDS = 2.0
 RECONNECT_SECONDS = 5.0
 CLOSE_SECONDS = 2.3
@@ -60,6 +59,7 @@ class MooncakeWatch:
             segments=self._segments,
             copy=copy,
             on_wedged=self._note_wedged,
+            refresh=self._note_usage,
             close=self.close,
         )
         self.master = MooncakeMaster() if self._is_embedded else None
@@ -150,7 +150,7 @@ class MooncakeWatch:
             self._missed += 1
             if self._silent_since is None:
                 self._silent_since = time.monotonic()
-            if self._missed >= MAX_MISSED:
+            if self._missed >= len(ANSWER_SECONDS):
                 self._gate.fail_all("the Mooncake master does not answer")
             silent = time.monotonic() - self._silent_since
             if self.master is not None and silent > FROZEN_SECONDS:
@@ -159,7 +159,8 @@ class MooncakeWatch:
 
     def _is_master_well(self) -> bool:
         if self.master is not None:
-            return self.master.is_well(ANSWER_SECONDS * (1 + self._missed))
+            turn = min(self._missed, len(ANSWER_SECONDS) - 1)
+            return self.master.is_well(ANSWER_SECONDS[turn])
         handle = self.backend.handle
         return handle is None or handle.is_connected()
 
@@ -241,6 +242,10 @@ class MooncakeWatch:
         if metrics is not None:
             self.backend.used_bytes = int(metrics.get("master_allocated_bytes", 0))
             self.backend.num_blocks = int(metrics.get("master_key_count", 0))
+            if not self._is_embedded:
+                self.backend.pool_bytes = int(
+                    metrics.get("master_total_capacity_bytes", 0)
+                )
 
     def _grow(self) -> None:
         """Prepare memory before a put needs it, in a thread of its own."""

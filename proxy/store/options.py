@@ -5,9 +5,9 @@ every proxy that looks for a running store, so both name the same socket.
 
 Rules:
 1. What exists is valid: a wrong value raises `ConfigError` with one clear line.
-2. Two stores with different settings never share a socket: its name carries a digest
-   of everything but `linger_seconds` (a service and a store started by a proxy are
-   the same store) and `copy_threads`.
+2. Stores that keep different blocks never share a socket: its name carries a digest
+   of what tells them apart (kind, pool, folder). Sizes and times do not: whoever
+   comes second joins the store that runs, as it is.
 """
 
 import hashlib
@@ -25,6 +25,10 @@ given master; disk: a folder."""
 
 MIN_SEGMENT_BYTES = 64 << 20
 """An object must fit into one segment, and blocks reach tens of MB."""
+
+_SPEC = frozenset(
+    {"kind", "master_host", "master_port", "local_host", "disk_dir", "expose"}
+)
 
 MAX_SOCKET_PATH_BYTES = 107  # sun_path holds 108 with the closing zero
 
@@ -98,9 +102,7 @@ class StoreOptions:
         """Where the store listens."""
         if self.socket is not None:
             return self.socket
-        spec = self.to_dict()
-        for name in ("runtime_dir", "socket", "linger_seconds", "copy_threads"):
-            del spec[name]
+        spec = {name: value for name, value in self.to_dict().items() if name in _SPEC}
         digest = hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()
         return self.runtime_dir / f"store-{digest[:12]}.sock"
 

@@ -35,6 +35,10 @@ SWITCH_SECONDS = 0.001
 """How long a busy thread may keep the interpreter from one that answers pings."""
 
 
+class _EndedBeforeReady(BaseException):
+    """A signal came while the store was being opened."""
+
+
 def run(options: StoreOptions) -> int:
     """Serve until told to end; return the exit code of the process.
 
@@ -50,9 +54,12 @@ def run(options: StoreOptions) -> int:
                 [sys.executable, "-m", "proxy.store.server", options.to_json()],
             )
         isolation = isolate()
-    signal.signal(signal.SIGTERM, _end_before_ready)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_before_ready)
     try:
         return _serve(options, isolation)
+    except _EndedBeforeReady:
+        return 0
     except SocketTakenError as exc:
         sys.stderr.write(f"kvbus store: {exc}\n")
         return EXIT_TAKEN
@@ -62,7 +69,7 @@ def run(options: StoreOptions) -> int:
 
 
 def _end_before_ready(_number: int, _frame: object) -> None:
-    raise SystemExit(0)
+    raise _EndedBeforeReady
 
 
 def _serve(options: StoreOptions, isolation: Isolation) -> int:

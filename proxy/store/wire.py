@@ -41,6 +41,9 @@ MAX_FRAME_BYTES = 8 << 20
 """About 100,000 keys; a longer frame is garbage."""
 MAX_RUNS = 16384
 """Element-major V has one run a layer; no model has as many."""
+MAX_PIECES = 1 << 20
+"""Of one block."""
+MAX_DEADLINE_SECONDS = 3600.0
 MAX_OFFSET = 1 << 48
 """No file is larger, and sums of such numbers fit into 64 bits."""
 
@@ -153,6 +156,8 @@ def parse_transfer(message: Mapping[str, Any]) -> TransferRequest:
         deadline_seconds = float(message["deadline_seconds"])
     except (KeyError, TypeError, ValueError) as exc:
         raise WireError("fingerprint or deadline missing") from exc
+    if not 0 < deadline_seconds <= MAX_DEADLINE_SECONDS:
+        raise WireError("a deadline lies within the next hour")
     if len(fingerprint) != BLOCK_KEY_BYTES:
         raise WireError(f"a fingerprint has {BLOCK_KEY_BYTES} bytes")
     return TransferRequest(
@@ -183,6 +188,8 @@ def _parse_layout(value: object) -> BlockLayout:
             parsed.append(RowRun(*run))
         except ValueError as exc:
             raise WireError(str(exc)) from exc
+    if sum(run.count for run in parsed) > MAX_PIECES:
+        raise WireError("a block of so many pieces is none")
     return BlockLayout(runs=tuple(parsed), num_blocks=num_blocks)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.errors import StoreError
+from proxy.errors import StoreError, StoreTimeout
 from proxy.store.client import ClientTiming, StoreClient
 from proxy.store.supervisor import StoreSupervisor
 from tests.store.conftest import (
@@ -236,19 +236,17 @@ async def test_a_slow_call_ends_at_its_deadline(
 ) -> None:
     """A call past its deadline raises StoreTimeout, and its late answer is ignored."""
     supervisor = await start_store(make_options("disk", folder))
-    client = supervisor.client
-    layout = small_layout(512, piece_bytes=16384)
-    refs = make_refs("slow", 512)
-    with TestFile(layout, seed=3) as source, pytest.raises(StoreError):
-        await client.put_from(
-            source.fd,
-            layout,
-            refs,
-            fingerprint=FINGERPRINT,
-            deadline_seconds=0.001,
-        )
-    assert client.counters.timeouts == 1
+    client, pid = supervisor.client, store_pid(supervisor)
+    key = make_refs("slow", 1)[0].key
+    os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(StoreTimeout):
+        await client.contains([key], deadline_seconds=0.1)
+    assert time.monotonic() - started < 0.1 + WORST_SECONDS
+    os.kill(pid, signal.SIGCONT)
     assert await works(client, "after")
+    assert client.counters.timeouts == 1
+    assert client.counters.circuit_openings == 0
 
 
 async def test_a_full_store_refuses_cleanly(

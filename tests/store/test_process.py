@@ -114,22 +114,22 @@ async def test_the_last_goodbye_ends_a_store_that_lingers(folder: Path) -> None:
 
 async def test_a_lost_client_is_waited_for(folder: Path) -> None:
     """Without a bye the store lingers, and serves who comes back in time."""
-    options = make_options("disk", folder, linger_seconds=1.5)
+    options = make_options("disk", folder, linger_seconds=1.0)
     with running(options) as process:
         lost = await connected(options)
         assert await works(lost, "kept")
         lost._drop("killed")
         await lost.close()
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.4)
         back = await connected(options)
         assert await works(back, "kept")
-        await asyncio.sleep(2)
+        await asyncio.sleep(1.2)
         assert process.poll() is None
         back._drop("killed")
         await back.close()
         started = time.monotonic()
         assert await asyncio.to_thread(process.wait, 5) == 0
-        assert time.monotonic() - started > 1
+        assert time.monotonic() - started > 0.5
 
 
 async def test_a_store_that_nobody_asks_ends(folder: Path) -> None:
@@ -137,7 +137,7 @@ async def test_a_store_that_nobody_asks_ends(folder: Path) -> None:
     with running(make_options("disk", folder, linger_seconds=0.3)) as process:
         assert await asyncio.to_thread(process.wait, 5) == 0
     with running(make_options("disk", folder, linger_seconds=None)) as process:
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.7)
         assert process.poll() is None
 
 
