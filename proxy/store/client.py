@@ -141,7 +141,7 @@ class StoreClient:
         others: int | None = None
         if self._connection is not None and self._connection.is_open:
             with contextlib.suppress(StoreError, KeyError, TypeError, ValueError):
-                answer = await self._exchange({"op": "bye"}, deadline_seconds=0.5)
+                answer = await self._exchange({"op": "bye"}, deadline_seconds=1.0)
                 others = int(answer["clients"])
         self._drop("the client was closed")
         return others

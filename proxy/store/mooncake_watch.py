@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0
 BEAT_SECONDS = 0.025
-ANSWER_SECONDS = (0.03, 0.05)
+ANSWER_SECONDS = (0.06, 0.1)
 """For the master's answer, first and second time; missing both is trouble."""
 FROZEN_SECONDS = 2.0
 RECONNECT_SECONDS = 5.0

@@ -12,7 +12,6 @@ Rules:
 3. A segment is never unmapped or shrunk while the process lives.
 """
 
-import ctypes
 import logging
 import mmap
 import os
@@ -24,13 +23,10 @@ import numpy as np
 
 from proxy.errors import StoreError
 from proxy.store.envelope import Bytes
+from proxy.store.paging import allocate_pages, map_pages
 
 logger = logging.getLogger(__name__)
 
-_MADV_POPULATE_WRITE = 23
-_ALLOCATE_BYTES = 8 << 20
-_FAULT_BYTES = 2 << 20
-"""At once: nobody else can map memory meanwhile."""
 MountSegment = Callable[[str, int], bool]
 """Mounts the file at a path with its size; False when that failed."""
 
@@ -91,7 +87,7 @@ class Segments:
         memory = np.frombuffer(mapping, dtype=np.uint8)
         segment = _Segment(fd, self._segment_bytes, memory)
         if touch:
-            _allocate(fd, segment.size)
+            allocate_pages(fd, segment.size)
         _mount(segment, mount)
         self._segments.append(segment)
 
@@ -100,9 +96,9 @@ class Segments:
         for segment in self._segments:
             if segment.base and not segment.is_touched:
                 segment.is_touched = True
-                _allocate(segment.fd, segment.size)
-                _fault_in(segment.base, segment.size)
-                _fault_in(segment.memory.ctypes.data, segment.size)
+                allocate_pages(segment.fd, segment.size)
+                map_pages(segment.base, segment.size)
+                map_pages(segment.memory.ctypes.data, segment.size)
 
     def locate(self, address: int, size: int) -> Bytes | None:
         """Return the memory of an object, or None if it is not wholly ours."""
@@ -137,28 +133,3 @@ def _find_mappings(fd: int) -> set[tuple[int, int]]:
             start, _, stop = fields[0].partition("-")
             found.add((int(start, 16), int(stop, 16)))
     return found
-
-
-def _allocate(fd: int, size: int) -> None:
-    """Have the system find and clear the pages of a file.
-
-    That is nearly all of the cost of touching them, and unlike a page fault it keeps
-    no other thread from mapping memory (which Python does under its own lock).
-    Raises StoreError.
-    """
-    try:
-        for start in range(0, size, _ALLOCATE_BYTES):
-            os.posix_fallocate(fd, start, min(_ALLOCATE_BYTES, size - start))
-    except OSError as exc:
-        raise StoreError(f"no memory for the store: {exc}") from exc
-
-
-def _fault_in(address: int, size: int) -> None:
-    """Map pages that exist; an older kernel leaves that to their first use."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for start in range(0, size, _FAULT_BYTES):
-        libc.madvise(
-            ctypes.c_void_p(address + start),
-            ctypes.c_size_t(min(_FAULT_BYTES, size - start)),
-            _MADV_POPULATE_WRITE,
-        )

@@ -21,7 +21,8 @@ import numpy as np
 
 from proxy.blocks import BlockLayout
 from proxy.errors import StoreError
-from proxy.store.slotview import SlotView, forget_pages
+from proxy.store.paging import map_pages, unmap_pages
+from proxy.store.slotview import SlotView
 
 MAX_MAPPED_FILES = 16
 """Per client; a proxy has a few slot files for each of its runners."""
@@ -62,6 +63,8 @@ class SlotFiles:
                 if self._is_closed:
                     raise StoreError("the client is gone")
                 mapping = _map(fd, found.st_size, mmap.PROT_READ | mmap.PROT_WRITE)
+                address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+                map_pages(address, min(layout.end, found.st_size))
                 file = _MappedFile(os.dup(fd), mapping, found.st_nlink > 0)
                 self._files[identity] = file
             self._files.move_to_end(identity)
@@ -95,7 +98,7 @@ class SlotFiles:
         # The mapping goes with its last view: a copy may be under way.
         file = self._files.pop(identity)
         os.close(file.fd)
-        forget_pages(np.frombuffer(file.mapping, dtype=np.uint8))
+        unmap_pages(np.frombuffer(file.mapping, dtype=np.uint8))
 
 
 def _check(fd: int, layout: BlockLayout) -> os.stat_result:

@@ -10,7 +10,6 @@ Rules:
    mapped memory.
 """
 
-import ctypes
 import mmap
 
 import numpy as np
@@ -20,19 +19,7 @@ from numpy.lib.stride_tricks import as_strided
 from proxy.blocks import BlockLayout
 from proxy.errors import StoreError
 from proxy.store.envelope import Bytes, layout_digest
-
-_FORGET_BYTES = 64 << 20
-
-
-def forget_pages(memory: Bytes) -> None:
-    """See `SlotView.forget_pages`."""
-    libc = ctypes.CDLL(None)
-    for start in range(0, memory.size, _FORGET_BYTES):
-        libc.madvise(
-            ctypes.c_void_p(memory.ctypes.data + start),
-            ctypes.c_size_t(min(_FORGET_BYTES, memory.size - start)),
-            mmap.MADV_DONTNEED,
-        )
+from proxy.store.paging import unmap_pages
 
 
 class SlotView:
@@ -92,12 +79,8 @@ class SlotView:
             start = stop
 
     def forget_pages(self) -> None:
-        """Unmap the pages of the file, a few at a time; they come back when used.
-
-        Unmapping gigabytes at once keeps every other thread from mapping anything
-        for a tenth of a second and more.
-        """
-        forget_pages(self._memory)
+        """Unmap the pages of the file; they come back when used."""
+        unmap_pages(self._memory)
 
     def checksum(self, index: int) -> bytes:
         """Return the checksum of block `index`, read piece by piece."""

@@ -172,5 +172,6 @@ def child_pids(pid: int) -> list[int]:
     """Return the children of a process."""
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(text) for text in (task / "children").read_text().split()]
+        with contextlib.suppress(FileNotFoundError):  # a thread that just ended
+            found += [int(text) for text in (task / "children").read_text().split()]
     return found

@@ -1,5 +1,6 @@
 """Whether an embedded store can be reached by others, and what happens if so."""
 
+import contextlib
 import json
 import os
 import signal
@@ -32,9 +33,10 @@ def own_sockets(pid: int) -> set[str]:
     """Return the inodes of the sockets that a process holds."""
     found = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        target = str(entry.readlink())
-        if target.startswith("socket:["):
-            found.add(target[8:-1])
+        with contextlib.suppress(FileNotFoundError):  # closed just now
+            target = str(entry.readlink())
+            if target.startswith("socket:["):
+                found.add(target[8:-1])
     return found
 
 

@@ -26,7 +26,7 @@ async def test_two_proxies_that_start_at_once_share_one_store(folder: Path) -> N
     await first.stop()
     assert await works(second.client, "x")
     await second.stop()
-    assert find_holder(options.lock_path) is None
+    await until(lambda: find_holder(options.lock_path) is None)
     await until(lambda: not _is_alive(pid))
 
 
