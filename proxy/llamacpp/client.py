@@ -62,8 +62,9 @@ class LlamaServerClient:
     async def is_healthy(self, *, timeout_seconds: float = 2.0) -> bool:
         """Tell whether the model is loaded and the server answers."""
         try:
+            self._check_open()
             response = await self._http.get("/health", timeout=timeout_seconds)
-        except httpx.HTTPError:
+        except (httpx.HTTPError, RunnerGone):
             return False
         return response.status_code == httpx.codes.OK
 
@@ -164,6 +165,7 @@ class LlamaServerClient:
         Leaving the block closes the connection, which stops the generation. Raises
         UpstreamError before the first event, UpstreamError or RunnerGone later.
         """
+        self._check_open()
         request = self._http.build_request(
             "POST",
             path,
@@ -195,6 +197,11 @@ class LlamaServerClient:
         closing.add_done_callback(self._closing.discard)
         await asyncio.shield(closing)
 
+    def _check_open(self) -> None:
+        """Raise RunnerGone where the process has ended and the client with it."""
+        if self._http.is_closed:
+            raise RunnerGone("its process has ended")
+
     async def _slot_action(
         self, slot_id: int, action: str, file_name: str, timeout_seconds: float
     ) -> dict[str, Any]:
@@ -216,6 +223,7 @@ class LlamaServerClient:
         *,
         timeout_seconds: float = CONTROL_TIMEOUT_SECONDS,
     ) -> Any:  # noqa: ANN401 - JSON enters here
+        self._check_open()
         try:
             response = await self._http.request(
                 method,

@@ -7,6 +7,7 @@ Rules:
    and removes its slot files.
 3. Failed starts are repeated with a growing pause; a process that lived for a while
    resets it.
+4. A process that turns cannot reach any more is ended, whether it lives or not.
 """
 
 import asyncio
@@ -33,6 +34,9 @@ FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 30.0
 STABLE_SECONDS = 30.0
 STOP_SECONDS = 1.5
+LOST_GRACE_SECONDS = 0.5
+"""A turn notices the end of a process before it has quite ended."""
+
 PATIENCE = 3
 """After so many failed starts in a row requests fail instead of waiting."""
 
@@ -95,7 +99,7 @@ class EmbeddedRunner:
             started = time.monotonic()
             try:
                 reason = await self._live()
-            except KvbusError as exc:
+            except (KvbusError, OSError) as exc:
                 reason = str(exc)
             finally:
                 await self._end()
@@ -135,12 +139,23 @@ class EmbeddedRunner:
                 engine=_build(ready),
                 pid=process.pid,
             )
-            while await process.stdout.readline():
-                pass  # the engine has nothing to say there
-            await process.wait()
+            await self._wait_end(process)
         finally:
             await client.close()
+        if process.returncode is None:
+            return f"it is not reached any more: {self.runner.failure}"
         return f"exit status {process.returncode}"
+
+    async def _wait_end(self, process: asyncio.subprocess.Process) -> None:
+        """Wait until the process has ended, or turns cannot reach it."""
+        ends = asyncio.create_task(_read_to_end(process))
+        is_lost = asyncio.create_task(self.runner.lost.wait())
+        try:
+            await asyncio.wait({ends, is_lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ends}, timeout=LOST_GRACE_SECONDS)
+        finally:
+            ends.cancel()
+            is_lost.cancel()
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         reading, writing = os.pipe()
@@ -193,11 +208,19 @@ class EmbeddedRunner:
             self._log = None
 
 
+async def _read_to_end(process: asyncio.subprocess.Process) -> None:
+    assert process.stdout is not None
+    while await process.stdout.readline():
+        pass  # the engine has nothing to say there
+    await process.wait()
+
+
 def _make_empty(directory: Path) -> None:
     """Make the slot directory, without what a killed process left in it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in directory.iterdir():
-        path.unlink()
+        with suppress(OSError):  # somebody else's directory, or nothing can be removed
+            path.unlink()
 
 
 def _build(ready_line: bytes) -> str:

@@ -9,8 +9,10 @@ A `Runner` is told apart from the process behind it: the process may be restarte
    `sharing` is None and `refusal` says why in words for the operator.
 3. A runner that repeatedly did not reuse what was restored is refused until it is
    restarted (`refuse`).
+4. The end of one process is one failure, however many turns notice it.
 """
 
+import asyncio
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -83,6 +85,8 @@ class Runner:
         self.sharing: Sharing | None = None
         self.refusal = "not inspected yet"
         self.failure = ""
+        self.lost = asyncio.Event()
+        """Set while a turn could not reach it and its owner has not seen to it."""
         self._num_failures = 0
         self._client: LlamaServerClient | None = None
         self._directory: SlotDirectory | None = None
@@ -116,8 +120,24 @@ class Runner:
         """Whether it makes no sense to wait for it."""
         return self._num_failures >= self._patience
 
+    def report_lost(self, reason: str) -> None:
+        """Note, for a turn, that the runner cannot be reached, before its owner does.
+
+        Whoever started it or watches it has to see to it: end it, look for another.
+        """
+        if self.is_ready:
+            self._leave(reason)
+            self.lost.set()
+
     def report_gone(self, reason: str) -> None:
-        """Note that the runner ended, or did not start."""
+        """Note, for its owner, that the runner ended, or did not start."""
+        if self.lost.is_set():
+            self.failure = reason
+            self.lost.clear()
+        else:
+            self._leave(reason)
+
+    def _leave(self, reason: str) -> None:
         self.failure = reason
         self._num_failures += 1
         self.is_ready = False

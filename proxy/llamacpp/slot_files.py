@@ -42,8 +42,7 @@ class RestoreFile:
 
     def close(self) -> None:
         """Unlink and unmap it; somebody else's mapping of it stays valid."""
-        with suppress(FileNotFoundError):
-            self.path.unlink()
+        _unlink(self.path)
         with suppress(BufferError):  # an exported view ends with its holder
             self.view.close()
         os.close(self.fd)
@@ -117,7 +116,7 @@ class SlotDirectory:
 
     async def remove(self, name: str) -> None:
         """Remove a save file that is not wanted; it need not exist."""
-        await asyncio.to_thread((self.path / name).unlink, missing_ok=True)
+        await asyncio.to_thread(_unlink, self.path / name)
 
     def close(self) -> None:
         """Unlink all files that are kept for reuse, and those put back later."""
@@ -126,14 +125,24 @@ class SlotDirectory:
             self._idle.pop().close()
 
 
+def _unlink(path: Path) -> None:
+    """Remove a file, if it is there and can be: what is left goes with the runner."""
+    with suppress(OSError):
+        path.unlink()
+
+
 def _is_linked(file: RestoreFile) -> bool:
-    """Tell whether the file still is what the engine would open under its name."""
+    """Tell whether the file still is, in full, what the engine would open.
+
+    Writing behind the end of one that somebody has cut would end this process.
+    """
     try:
         found = file.path.stat()
     except OSError:
         return False
     ours = os.fstat(file.fd)
-    return (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+    is_same = (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino)
+    return is_same and found.st_size >= file.size
 
 
 def _create(path: Path, size: int) -> RestoreFile:
@@ -147,7 +156,7 @@ def _create(path: Path, size: int) -> RestoreFile:
         view = mmap.mmap(fd, size)
     except OSError as exc:
         os.close(fd)
-        path.unlink(missing_ok=True)
+        _unlink(path)
         raise SlotError(f"no room for a slot file of {size} bytes: {exc}") from exc
     return RestoreFile(path, fd, size, view)
 
@@ -167,7 +176,7 @@ def _open_saved(path: Path, expected_bytes: int) -> SaveFile:
     except OSError as exc:
         raise SlotError(f"the saved slot file is not there: {exc}") from exc
     size = os.fstat(fd).st_size
-    path.unlink(missing_ok=True)
+    _unlink(path)
     if size != expected_bytes:
         os.close(fd)
         raise SlotError(f"the saved slot file has {size} of {expected_bytes} bytes")

@@ -7,10 +7,11 @@ Rules:
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from proxy.errors import ConfigError, RunnerGone, UpstreamError
+from proxy.llamacpp.client import LlamaServerClient
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.runner import Runner
 from proxy.metrics import Metrics
@@ -21,6 +22,11 @@ from proxy.reuse.slots import SlotPool
 
 LOAD_TIMEOUT_SECONDS = 300.0
 """How long a request waits for a model to be loaded (Ollama's OLLAMA_LOAD_TIMEOUT)."""
+
+MAX_DEATHS = 2
+"""So many runners may die under one question before the request fails."""
+
+_Answer = TypeVar("_Answer")
 
 
 class Model:
@@ -85,18 +91,35 @@ class Model:
         self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any]
     ) -> str:
         """Render messages by the chat template of the runner."""
-        await self.wait_ready()
         body = {"messages": list(messages), **extra}
-        return await self._any_ready().client.apply_template(body)
+        return await self._ask(lambda client: client.apply_template(body))
 
     async def tokenize(self, text: str) -> TokenIds:
         """Return the ids that a runner evaluates for `text`."""
-        await self.wait_ready()
         return await self._tokenizer.tokenize(text)
 
     async def _ask_tokenizer(self, text: str, add_special: bool) -> TokenIds:
-        client = self._any_ready().client
-        return await client.tokenize(text, add_special=add_special)
+        return await self._ask(
+            lambda client: client.tokenize(text, add_special=add_special)
+        )
+
+    async def _ask(
+        self, question: Callable[[LlamaServerClient], Awaitable[_Answer]]
+    ) -> _Answer:
+        """Ask any runner, for all would say the same; the next one if one dies.
+
+        Raises UpstreamError.
+        """
+        for _ in range(MAX_DEATHS):
+            await self.wait_ready()
+            runner = self._any_ready()
+            try:
+                return await question(runner.client)
+            except RunnerGone as exc:
+                if not await runner.client.is_healthy():
+                    runner.report_lost(str(exc))
+        await self.wait_ready()
+        return await question(self._any_ready().client)
 
     def _ready(self) -> list[Runner]:
         return [runner for runner in self.runners if runner.is_ready]

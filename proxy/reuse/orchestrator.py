@@ -113,8 +113,8 @@ class Orchestrator:
             yield turn
         except RunnerGone as exc:
             trace.result = "runner gone"
-            if not await slot.runner.client.is_healthy(timeout_seconds=0.5):
-                slot.runner.report_gone(str(exc))
+            if not await slot.runner.client.is_healthy():
+                slot.runner.report_lost(str(exc))
             raise
         except Exception:
             trace.result = "failed"

@@ -132,3 +132,16 @@ async def test_a_planted_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(SlotError):
         await SlotDirectory(slots).open_saved("kvbus-save-1", expected_bytes=50)
     assert secret.exists()
+
+
+async def test_a_file_that_somebody_cut_is_not_used_again(tmp_path: Path) -> None:
+    """Writing behind its end would be a SIGBUS."""
+    directory = SlotDirectory(tmp_path)
+    file = await directory.acquire(1)
+    await directory.release(file)
+    os.truncate(file.path, 100)
+    other = await directory.acquire(1)
+    assert other is not file
+    other.view[-1:] = b"q"
+    await directory.discard(other)
+    assert not list(tmp_path.iterdir())
