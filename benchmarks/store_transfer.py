@@ -35,7 +35,7 @@ import numpy as np
 from proxy.blocks import BlockKey, BlockLayout, Fingerprint, RowRun
 from proxy.store.backend import CopyThreads, Transfer
 from proxy.store.base import BlockRef
-from proxy.store.client import ClientTiming
+from proxy.store.client_facts import ClientTiming
 from proxy.store.envelope import HEADER_BYTES, Bytes
 from proxy.store.mooncake import MAX_BLOCKS, MAX_PIECES, name_of
 from proxy.store.mooncake_watch import MooncakeWatch
@@ -185,7 +185,7 @@ def measure_inside(folder: Path, num_blocks: int, rounds: int) -> Rates:
         )
 
     backend.put(transfer(SlotView(save, layout)))
-    handle = backend.handle
+    handle = watch.handle
     if handle is None:
         raise RuntimeError("no Mooncake client")
     header = np.zeros(HEADER_BYTES, dtype=np.uint8)

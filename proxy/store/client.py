@@ -20,13 +20,13 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from proxy.blocks import BlockKey, BlockLayout, Fingerprint
 from proxy.errors import StoreError, StoreTimeout
 from proxy.store.base import BlockRef, PutOutcome
+from proxy.store.client_facts import ClientCounters, ClientTiming, StoreHello
 from proxy.store.connection import StoreConnection
 from proxy.store.wire import (
     WIRE_VERSION,
@@ -40,57 +40,6 @@ logger = logging.getLogger(__name__)
 
 PROMPT_ANSWERS = 2
 """So many quick answers in a row close the circuit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientTiming:
-    """The client's clocks, in seconds and beats."""
-
-    beat_seconds: float = 0.02
-    """Between two looks at calls in flight."""
-    missed_beats: int = 4
-    """So many without any answer open the circuit."""
-    probe_seconds: float = 0.1
-    """Between two probes while the circuit is open."""
-    prompt_seconds: float = 0.04
-    """A probe answered later than this does not close the circuit."""
-    idle_seconds: float = 0.5
-    """Between two probes while nothing goes on."""
-    hello_seconds: float = 1.0
-    """For connecting and the first answer."""
-    first_backoff_seconds: float = 0.02
-    last_backoff_seconds: float = 1.0
-
-
-@dataclass(slots=True)
-class ClientCounters:
-    """What happened so far; read by the metrics."""
-
-    calls: int = 0
-    errors: int = 0
-    timeouts: int = 0
-    circuit_openings: int = 0
-    connections: int = 0
-    got_blocks: int = 0
-    got_bytes: int = 0
-    get_seconds: float = 0.0
-    put_blocks: int = 0
-    put_bytes: int = 0
-    put_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StoreHello:
-    """What a store said of itself when it was met."""
-
-    pid: int
-    kind: str
-    capacity_bytes: int
-    isolated: bool
-    reason: str
-    """Why it is not isolated, or not of the kind that was asked for; may be empty."""
-    linger_seconds: float | None
-    """None: a service, which nobody may kill."""
 
 
 class StoreClient:
@@ -310,21 +259,10 @@ class StoreClient:
                 {"op": "hello", "pid": os.getpid(), "version": WIRE_VERSION},
                 deadline_seconds=timing.hello_seconds,
             )
-            linger = answer["linger_seconds"]
-            self.hello = StoreHello(
-                pid=int(answer["pid"]),
-                kind=str(answer["kind"]),
-                capacity_bytes=int(answer["capacity_bytes"]),
-                isolated=bool(answer["isolated"]),
-                reason=str(answer["reason"]),
-                linger_seconds=None if linger is None else float(linger),
-            )
+            self.hello = StoreHello.parse(answer)
         except StoreError:
             self._drop("the store did not say hello")
             raise
-        except (KeyError, TypeError, ValueError) as exc:
-            self._drop("the store's hello was not understood")
-            raise StoreError(f"the store's hello was not understood: {exc!r}") from exc
         self.counters.connections += 1
         self._is_circuit_open = False
         self._ping = None

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BLOCKS = 16
 MAX_PIECES = 1024
+EXIST_KEYS = 1024
 NO_SPACE = -200
 TRANSFER_FAILED = -800
 AWAY_CODES = frozenset({-900, -901})
@@ -117,6 +118,13 @@ class MooncakeHandle:
             codes = store.batch_is_exist(list(names))
         _check_away(codes)
         return [code == 1 for code in codes]
+
+    def exist_all(self, names: Sequence[str]) -> list[bool]:
+        """Do the same for any number of objects."""
+        found: list[bool] = []
+        for start in range(0, len(names), EXIST_KEYS):
+            found += self.exist(names[start : start + EXIST_KEYS])
+        return found
 
     def describe(self, names: Sequence[str]) -> dict[str, list[Replica]]:
         """Return the replicas in memory of objects that exist, leasing them."""

@@ -3,7 +3,7 @@
 Reading: what lies in our own segments is copied out of them by our own threads,
 straight into the slot file (the library would use one thread, and could not verify on
 the way); what lies elsewhere comes through the library into staging memory first.
-Writing: the library copies the pieces of the mapped slot file into a segment.
+Writing: see `mooncake_writer`.
 
 Rules:
 1. Own replicas are leased, then copied, then verified *at their source*: memory that
@@ -11,9 +11,8 @@ Rules:
    file may hold anything then; the block counts as missing.
 2. An address is ours only with our own endpoint, and inside of one of our segments:
    other members use the same addresses.
-3. What was just stored is leased, so that a put larger than the store fails in its
-   tail instead of evicting its head. "No space" that lasts ends the put, and further
-   puts are refused for `PAUSE_SECONDS`.
+3. A member that does not deliver is left alone for `SHUN_SECONDS`; its blocks are
+   misses meanwhile.
 4. Everything that may hang runs behind the gate; see `gate` and `mooncake_watch`.
 """
 
@@ -22,42 +21,35 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from proxy.blocks import BlockKey
 from proxy.store.backend import CopyThreads, Transfer
-from proxy.store.base import BlockRef, PutOutcome
-from proxy.store.envelope import HEADER_BYTES, Bytes, checksum
+from proxy.store.base import PutOutcome
+from proxy.store.envelope import Bytes
 from proxy.store.gate import CallGate
 from proxy.store.mooncake import (
     MAX_BLOCKS,
-    MAX_PIECES,
     MISS_CODES,
-    NO_SPACE,
     TRANSFER_FAILED,
-    MasterAway,
     MooncakeHandle,
     Replica,
     name_of,
 )
+from proxy.store.mooncake_writer import MooncakeWriter
 from proxy.store.segments import Segments
 
 logger = logging.getLogger(__name__)
 
-EVICTION_SECONDS = (0.02, 0.05, 0.1)
-"""Waits after "no space": the failure itself sets eviction going."""
-PAUSE_SECONDS = 0.5
 SHUN_SECONDS = 11.0
 """The master keeps naming a dead member's objects for so long (its client_ttl)."""
-GROW_RATIO = 0.8
-"""Another segment is mounted before the pool is fuller; eviction starts at 0.9."""
-EXIST_KEYS = 1024
 DESCRIBE_KEYS = 32
-_MIN_DIRECT_PIECE_BYTES = 2048
-"""Smaller pieces are gathered by numpy first: the library's cost per piece is high."""
+MAX_FETCHES = 2
+"""From other members at once: more are not faster, and a frozen one holds them."""
+FETCH_WAIT_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +60,8 @@ class _Found:
     positions: list[int]
     memory: Bytes | None
     """The object, where it lies in a segment of ours."""
+    endpoint: str
+    """Whose segment it lies in."""
 
 
 class MooncakeBackend:
@@ -79,31 +73,28 @@ class MooncakeBackend:
         gate: CallGate,
         segments: Segments,
         copy: CopyThreads,
-        on_wedged: Callable[[], None],
+        writer: MooncakeWriter,
+        get_handle: Callable[[], MooncakeHandle],
         refresh: Callable[[], None],
         close: Callable[[], None],
     ) -> None:
         self._gate = gate
         self._copy = copy
         self._segments = segments
-        self._on_wedged = on_wedged
+        self._writer = writer
+        self._get_handle = get_handle
         self._refresh = refresh
         self._close = close
-        self._grow_lock = threading.Lock()
+        self._fetches = threading.BoundedSemaphore(MAX_FETCHES)
         # mutable state
-        self.handle: MooncakeHandle | None = None
         self.own_endpoint = ""
-        self.used_bytes = 0
         self.pool_bytes = 0
         self.num_blocks = 0
         self.damaged_blocks = 0
-        self.failed_puts = 0
-        self._puts_paused_until = 0.0
-        self._failed_calls = 0
         self._shunned: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"<MooncakeBackend used={self.used_bytes} {self._segments!r}>"
+        return f"<MooncakeBackend {self._writer!r} {self._gate!r}>"
 
     @property
     def limit_bytes(self) -> int:
@@ -114,15 +105,10 @@ class MooncakeBackend:
 
     def contains(self, keys: Sequence[BlockKey]) -> list[bool]:
         """See `Backend.contains`."""
-
-        def ask() -> list[bool]:
-            found: list[bool] = []
-            for start in range(0, len(keys), EXIST_KEYS):
-                names = [name_of(key) for key in keys[start : start + EXIST_KEYS]]
-                found += self._the_handle().exist(names)
-            return found
-
-        return self._gate.run(ask, timeout_seconds=5.0)
+        names = [name_of(key) for key in keys]
+        return self._gate.run(
+            lambda: self._get_handle().exist_all(names), timeout_seconds=5.0
+        )
 
     def get(self, transfer: Transfer) -> list[bool]:
         """See `Backend.get`."""
@@ -132,13 +118,13 @@ class MooncakeBackend:
     def put(self, transfer: Transfer) -> PutOutcome:
         """See `Backend.put`."""
         left = transfer.give_up_at - time.monotonic()
-        return self._gate.run(lambda: self._put(transfer), timeout_seconds=left)
+        return self._gate.run(lambda: self._writer.put(transfer), timeout_seconds=left)
 
     def remove(self, keys: Sequence[BlockKey]) -> int:
         """See `Backend.remove`."""
         names = [name_of(key) for key in keys]
         return self._gate.run(
-            lambda: self._the_handle().remove(names), timeout_seconds=5.0
+            lambda: self._get_handle().remove(names), timeout_seconds=5.0
         )
 
     def status(self) -> dict[str, Any]:
@@ -148,11 +134,11 @@ class MooncakeBackend:
         return {
             "capacity_bytes": max(self._segments.limit_bytes, self.pool_bytes),
             "mounted_bytes": self._segments.mounted_bytes,
-            "used_bytes": self.used_bytes,
+            "used_bytes": self._writer.used_bytes,
             "blocks": self.num_blocks,
             "trouble": self._gate.shut_reason,
             "damaged_blocks": self.damaged_blocks,
-            "failed_puts": self.failed_puts,
+            "failed_puts": self._writer.failed_puts,
         }
 
     def close(self) -> None:
@@ -165,7 +151,7 @@ class MooncakeBackend:
         """Return a copy of header and payload, not verified; None if absent."""
 
         def read() -> Bytes | None:
-            handle, name = self._the_handle(), name_of(key)
+            handle, name = self._get_handle(), name_of(key)
             if not handle.exist([name])[0]:
                 return None
             for replica in handle.describe([name]).get(name, []):
@@ -182,13 +168,9 @@ class MooncakeBackend:
 
     def write_object(self, key: BlockKey, data: Bytes) -> bool:
         """Store header and payload of a block; False when that did not work."""
-
-        def write() -> bool:
-            self.ensure_segments(len(data), touch=False)
-            where = [[data.ctypes.data]]
-            return self._the_handle().put([name_of(key)], where, [[len(data)]]) == [0]
-
-        return self._gate.run(write, timeout_seconds=10.0)
+        return self._gate.run(
+            lambda: self._writer.put_object(key, data), timeout_seconds=10.0
+        )
 
     # ---- get
 
@@ -215,11 +197,8 @@ class MooncakeBackend:
                     yield found
 
         self._copy.for_each(own_blocks(), copy_out)
-        for start in range(0, len(remote), MAX_BLOCKS):
-            if transfer.is_given_up:
-                break
-            for found in self._fetch(transfer, remote[start : start + MAX_BLOCKS]):
-                copy_out(found)
+        for found in self._fetch_all(transfer, remote):
+            copy_out(found)
         if damaged:
             self._remove_damaged(damaged)
         return filled
@@ -229,7 +208,7 @@ class MooncakeBackend:
         positions: dict[BlockKey, list[int]] = {}
         for position, block in enumerate(transfer.blocks):
             positions.setdefault(block.key, []).append(position)
-        keys, handle = list(positions), self._the_handle()
+        keys, handle = list(positions), self._get_handle()
         for start in range(0, len(keys), DESCRIBE_KEYS):
             if transfer.is_given_up:
                 return
@@ -248,9 +227,10 @@ class MooncakeBackend:
                     r for r in replicas if self._shunned.get(r.endpoint, 0.0) < now
                 ]
                 if usable:
-                    own = (self.locate(replica) for replica in usable)
-                    memory = next((m for m in own if m is not None), None)
-                    yield _Found(key, positions[key], memory)
+                    own = [r for r in usable if r.endpoint == self.own_endpoint]
+                    chosen = (own or usable)[0]
+                    memory = self.locate(chosen)
+                    yield _Found(key, positions[key], memory, chosen.endpoint)
 
     def locate(self, replica: Replica) -> Bytes | None:
         """Return an object's memory where it lies in a segment of ours."""
@@ -258,156 +238,37 @@ class MooncakeBackend:
             return None
         return self._segments.locate(replica.address, replica.size)
 
+    def _fetch_all(self, transfer: Transfer, blocks: list[_Found]) -> Iterator[_Found]:
+        """Yield other members' blocks as they arrive; few at a time."""
+        if not blocks or not self._fetches.acquire(timeout=FETCH_WAIT_SECONDS):
+            return  # other fetches hang, or are slow: these are misses
+        try:
+            while blocks and not transfer.is_given_up:
+                yield from self._fetch(transfer, blocks[:MAX_BLOCKS])
+                blocks = [b for b in blocks[MAX_BLOCKS:] if not self._is_shunned(b)]
+        finally:
+            self._fetches.release()
+
+    def _is_shunned(self, found: _Found) -> bool:
+        return self._shunned.get(found.endpoint, 0.0) > time.monotonic()
+
     def _fetch(self, transfer: Transfer, blocks: list[_Found]) -> Iterator[_Found]:
         """Read objects of other members into staging memory; yield what arrived."""
         size = transfer.object_bytes
         staging = np.empty((len(blocks), size), dtype=np.uint8)
         names = [name_of(found.key) for found in blocks]
         pointers = [[staging.ctypes.data + i * size] for i in range(len(blocks))]
-        codes = self._the_handle().get(names, pointers, [[size]] * len(blocks))
-        self._note_transfers(codes)
+        codes = self._get_handle().get(names, pointers, [[size]] * len(blocks))
         for i, (found, code) in enumerate(zip(blocks, codes, strict=True)):
             if code == size:
-                yield _Found(found.key, found.positions, staging[i])
-            elif code not in MISS_CODES:
-                self._shun(names[i])
-
-    def _shun(self, name: str) -> None:
-        """Remember that the owner of an object does not answer."""
-        for replica in self._the_handle().describe([name]).get(name, []):
-            if replica.endpoint != self.own_endpoint:
-                self._shunned[replica.endpoint] = time.monotonic() + SHUN_SECONDS
+                yield replace(found, memory=staging[i])
+            elif code not in MISS_CODES and found.endpoint != self.own_endpoint:
+                self._shunned[found.endpoint] = time.monotonic() + SHUN_SECONDS
 
     def _remove_damaged(self, keys: list[BlockKey]) -> None:
         logger.warning("%d damaged blocks in Mooncake are removed", len(keys))
         self.damaged_blocks += len(keys)
-        self._the_handle().remove([name_of(key) for key in keys])
-
-    # ---- put
-
-    def _put(self, transfer: Transfer) -> PutOutcome:
-        blocks = list({block.key: block for block in transfer.blocks}.values())
-        handle = self._the_handle()
-        exist: list[bool] = []
-        for start in range(0, len(blocks), EXIST_KEYS):
-            part = blocks[start : start + EXIST_KEYS]
-            exist += handle.exist([name_of(block.key) for block in part])
-        missing = [b for b, is_there in zip(blocks, exist, strict=True) if not is_there]
-        layout = transfer.slot.layout
-        pieces = layout.pieces_per_block + 1
-        is_direct = (
-            pieces <= MAX_PIECES
-            and layout.block_bytes // layout.pieces_per_block >= _MIN_DIRECT_PIECE_BYTES
-        )
-        batch = min(MAX_BLOCKS, MAX_PIECES // pieces) if is_direct else MAX_BLOCKS
-
-        def put(part: list[BlockRef]) -> list[int]:
-            if is_direct:
-                return self._put_direct(transfer, part)
-            return self._put_gathered(transfer, part)
-
-        stored = 0
-        for start in range(0, len(missing), batch):
-            part = missing[start : start + batch]
-            if transfer.is_given_up or time.monotonic() < self._puts_paused_until:
-                break
-            self.ensure_segments(len(part) * transfer.object_bytes, touch=False)
-            count = self._put_retrying(part, put)
-            self.used_bytes += count * transfer.object_bytes
-            stored += count
-        self.failed_puts += len(missing) - stored
-        return PutOutcome(
-            stored_blocks=stored,
-            present_blocks=len(transfer.blocks) - len(missing),
-            failed_blocks=len(missing) - stored,
-            stored_bytes=stored * layout.block_bytes,
-        )
-
-    def _put_direct(self, transfer: Transfer, blocks: list[BlockRef]) -> list[int]:
-        """Have the library copy the pieces out of the mapped slot file."""
-        slot = transfer.slot
-        headers = np.empty((len(blocks), HEADER_BYTES), dtype=np.uint8)
-
-        def fill(i: int) -> None:
-            header = transfer.identity(blocks[i].key).pack(
-                slot.checksum(blocks[i].index)
-            )
-            headers[i] = np.frombuffer(header, dtype=np.uint8)
-
-        self._copy.for_each(range(len(blocks)), fill)
-        pointers = [
-            [headers[i].ctypes.data, *slot.addresses(block.index)]
-            for i, block in enumerate(blocks)
-        ]
-        sizes = [[HEADER_BYTES, *slot.piece_sizes]] * len(blocks)
-        return self._the_handle().put(
-            [name_of(block.key) for block in blocks], pointers, sizes
-        )
-
-    def _put_gathered(self, transfer: Transfer, blocks: list[BlockRef]) -> list[int]:
-        """Make each object contiguous first; for many or small pieces."""
-        size = transfer.object_bytes
-        staging = np.empty((len(blocks), size), dtype=np.uint8)
-
-        def fill(i: int) -> None:
-            payload = staging[i, HEADER_BYTES:]
-            transfer.slot.gather(blocks[i].index, payload)
-            header = transfer.identity(blocks[i].key).pack(checksum(payload))
-            staging[i, :HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
-
-        self._copy.for_each(range(len(blocks)), fill)
-        pointers = [[staging.ctypes.data + i * size] for i in range(len(blocks))]
-        return self._the_handle().put(
-            [name_of(block.key) for block in blocks], pointers, [[size]] * len(blocks)
-        )
-
-    def _put_retrying(
-        self, blocks: list[BlockRef], put: Callable[[list[BlockRef]], list[int]]
-    ) -> int:
-        """Put a batch; where there is no space, give eviction a few moments.
-
-        Returns how many are there, and leased: without that, a later batch would
-        evict this one, or eviction take it right away.
-        """
-        stored = 0
-        for pause_seconds in (0.0, *EVICTION_SECONDS):
-            time.sleep(pause_seconds)
-            codes = put(blocks)
-            self._note_transfers(codes)
-            put_now = [b for b, c in zip(blocks, codes, strict=True) if c == 0]
-            again = [b for b, c in zip(blocks, codes, strict=True) if c == NO_SPACE]
-            if put_now:
-                names = [name_of(block.key) for block in put_now]
-                exist = self._the_handle().exist(names)
-                stored += sum(exist)
-                again += [b for b, e in zip(put_now, exist, strict=True) if not e]
-            if not again:
-                return stored
-            blocks = again
-        self._puts_paused_until = time.monotonic() + PAUSE_SECONDS
-        return stored
-
-    def ensure_segments(self, ahead_bytes: int, *, touch: bool) -> None:
-        """Mount segments until `ahead_bytes` more fit below the eviction mark."""
-        with self._grow_lock:
-            while self._segments.can_grow and (
-                self.used_bytes + ahead_bytes
-                > GROW_RATIO * self._segments.mounted_bytes
-            ):
-                self._segments.grow(self._the_handle().mount, touch=touch)
-
-    def _note_transfers(self, codes: list[int]) -> None:
-        """Two calls in a row of which every part failed: the client is wedged."""
-        has_failed = bool(codes) and all(code == TRANSFER_FAILED for code in codes)
-        self._failed_calls = self._failed_calls + 1 if has_failed else 0
-        if self._failed_calls >= 2:
-            self._failed_calls = 0
-            self._on_wedged()
-
-    def _the_handle(self) -> MooncakeHandle:
-        if self.handle is None:
-            raise MasterAway("there is no Mooncake client")
-        return self.handle
+        self._get_handle().remove([name_of(key) for key in keys])
 
 
 def probe_endpoint(handle: MooncakeHandle, segments: Segments) -> str:
@@ -419,7 +280,7 @@ def probe_endpoint(handle: MooncakeHandle, segments: Segments) -> str:
     """
     name = name_of(os.urandom(16))
     content = np.frombuffer(os.urandom(64), dtype=np.uint8)
-    if handle.put([name], [[content.ctypes.data]], [[len(content)]]) != [0]:
+    if _put_probe(handle, name, content) != 0:
         return ""
     try:
         for replica in handle.describe([name]).get(name, []):
@@ -429,3 +290,17 @@ def probe_endpoint(handle: MooncakeHandle, segments: Segments) -> str:
     finally:
         handle.remove([name])
     return ""
+
+
+def is_wedged(handle: MooncakeHandle) -> bool:
+    """Whether the client cannot move even a few bytes."""
+    name = name_of(os.urandom(16))
+    code = _put_probe(handle, name, np.zeros(64, dtype=np.uint8))
+    if code == 0:
+        handle.remove([name])
+    return code == TRANSFER_FAILED
+
+
+def _put_probe(handle: MooncakeHandle, name: str, content: Bytes) -> int:
+    """Put a small object; return the library's code."""
+    return handle.put([name], [[content.ctypes.data]], [[len(content)]])[0]

@@ -26,8 +26,9 @@ from proxy.errors import ConfigError, StoreError
 from proxy.store.backend import CopyThreads
 from proxy.store.gate import CallGate
 from proxy.store.master import MooncakeMaster, fetch, read_metrics
-from proxy.store.mooncake import MooncakeHandle
-from proxy.store.mooncake_backend import MooncakeBackend, probe_endpoint
+from proxy.store.mooncake import MasterAway, MooncakeHandle
+from proxy.store.mooncake_backend import MooncakeBackend, is_wedged, probe_endpoint
+from proxy.store.mooncake_writer import MooncakeWriter
 from proxy.store.options import StoreOptions
 from proxy.store.segments import Segments
 
@@ -54,11 +55,18 @@ class MooncakeWatch:
             max_segments=options.ram_size_bytes // options.segment_bytes,
         )
         self._gate = CallGate()
-        self.backend = MooncakeBackend(
-            gate=self._gate,
+        self.writer = MooncakeWriter(
+            get_handle=self._get_handle,
             segments=self._segments,
             copy=copy,
-            on_wedged=self._note_wedged,
+            on_suspicion=self._note_suspicion,
+        )
+        self.backend = MooncakeBackend(
+            gate=self._gate,
+            writer=self.writer,
+            get_handle=self._get_handle,
+            segments=self._segments,
+            copy=copy,
             refresh=self._note_usage,
             close=self.close,
         )
@@ -71,7 +79,8 @@ class MooncakeWatch:
         self._ahead_bytes = options.segment_bytes // 2 if self._is_embedded else 0
         # mutable state
         self._is_stopping = threading.Event()
-        self._is_wedged = False
+        self._is_suspect = False
+        self.handle: MooncakeHandle | None = None
         self._missed = 0
         self._silent_since: float | None = None
         self._backoff_seconds = BEAT_SECONDS
@@ -86,16 +95,19 @@ class MooncakeWatch:
     def open(self) -> None:
         """Start everything, in a thread that lives as long as the process.
 
-        Raises StoreError when a master of our own, or its client, does not start. A
-        pool that is away is waited for in the background.
+        Raises StoreError when a master of our own, or its client, does not start;
+        ConfigError when the library cannot be imported. A pool that is away is waited
+        for in the background.
         """
         try:
             if self.master is not None:
                 self.master.start()
             self._connect()
             self._gate.open()
-        except StoreError as exc:
-            if self._is_embedded:
+        except (StoreError, ConfigError) as exc:
+            if self.master is not None:
+                self.master.kill()
+            if self.master is not None or isinstance(exc, ConfigError):
                 raise
             logger.warning("%s", exc)
             self._gate.fail_all(str(exc))
@@ -106,7 +118,7 @@ class MooncakeWatch:
         """Leave the pool, end the master."""
         self._is_stopping.set()
         self._gate.fail_all("the store ends")
-        handle = self.backend.handle
+        handle = self.handle
         if self.master is not None:
             self.master.kill()  # its client needs no farewell
         elif handle is not None and handle.is_idle:
@@ -135,8 +147,11 @@ class MooncakeWatch:
         """Find out how the master is, and act on it."""
         if self._is_stopping.is_set():
             return
-        if self._is_wedged:
-            self._end_process("the Mooncake client is wedged")
+        if self._is_suspect and self.handle is not None:
+            self._is_suspect = False
+            handle = self.handle
+            if self._gate.run(lambda: is_wedged(handle), timeout_seconds=5.0):
+                self._end_process("the Mooncake client is wedged")
         if self.master is not None and not self.master.is_running:
             self._gate.fail_all("the Mooncake master died")
             self._start_over(self.master)
@@ -161,20 +176,20 @@ class MooncakeWatch:
         if self.master is not None:
             turn = min(self._missed, len(ANSWER_SECONDS) - 1)
             return self.master.is_well(ANSWER_SECONDS[turn])
-        handle = self.backend.handle
+        handle = self.handle
         return handle is None or handle.is_connected()
 
     def _start_over(self, master: MooncakeMaster) -> None:
         """Get a fresh master of our own."""
         master.kill()
-        self.backend.used_bytes = 0
+        self.writer.used_bytes = 0
         master.start()
         self._missed, self._silent_since = 0, None
         self._rejoin()
 
     def _rejoin(self) -> None:
         """Open the gate once the client has found back to the master."""
-        handle = self.backend.handle
+        handle = self.handle
         if handle is None:
             self._connect()
         else:
@@ -206,8 +221,8 @@ class MooncakeWatch:
         else:
             self._check_pool()
         handle = MooncakeHandle.connect(address, local_host=self._local_host)
-        self.backend.handle = handle
-        self.backend.ensure_segments(
+        self.handle = handle
+        self.writer.ensure_segments(
             1 if self._is_embedded else self._segments.limit_bytes, touch=False
         )
         self.backend.own_endpoint = probe_endpoint(handle, self._segments)
@@ -232,15 +247,20 @@ class MooncakeWatch:
                 "(if it has none: set that to 0)"
             )
 
-    def _note_wedged(self) -> None:
-        self._is_wedged = True
+    def _note_suspicion(self) -> None:
+        self._is_suspect = True
+
+    def _get_handle(self) -> MooncakeHandle:
+        if self.handle is None:
+            raise MasterAway("there is no Mooncake client yet")
+        return self.handle
 
     def _note_usage(self) -> None:
         """Learn how full the store is."""
         self._usage_noted = time.monotonic()
         metrics = self._read_metrics()
         if metrics is not None:
-            self.backend.used_bytes = int(metrics.get("master_allocated_bytes", 0))
+            self.writer.used_bytes = int(metrics.get("master_allocated_bytes", 0))
             self.backend.num_blocks = int(metrics.get("master_key_count", 0))
             if not self._is_embedded:
                 self.backend.pool_bytes = int(
@@ -253,7 +273,7 @@ class MooncakeWatch:
             if self._gate.shut_reason is None:
                 try:
                     self._segments.touch()
-                    self.backend.ensure_segments(self._ahead_bytes, touch=True)
+                    self.writer.ensure_segments(self._ahead_bytes, touch=True)
                 except StoreError as exc:
                     logger.warning("the store cannot grow: %s", exc)
             self._is_stopping.wait(IDLE_SECONDS)

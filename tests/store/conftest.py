@@ -11,7 +11,8 @@ from typing import Protocol
 import pytest
 
 from proxy.errors import StoreError
-from proxy.store.client import ClientTiming, StoreClient
+from proxy.store.client import StoreClient
+from proxy.store.client_facts import ClientTiming
 from proxy.store.master import MooncakeMaster
 from proxy.store.options import StoreOptions
 from proxy.store.process import ensure_private_folder
@@ -54,8 +55,7 @@ async def start_store() -> AsyncIterator[StartStore]:
     async def start(
         options: StoreOptions, *, timing: ClientTiming = PATIENT
     ) -> StoreSupervisor:
-        supervisor = StoreSupervisor(options)
-        supervisor.client.timing = timing
+        supervisor = make_supervisor(options, timing=timing)
         started.append(supervisor)
         await supervisor.start()
         assert supervisor.client.hello is not None
@@ -153,6 +153,15 @@ async def client(shared_options: StoreOptions) -> AsyncIterator[StoreClient]:
     yield client
     client._drop("the test is over")  # without a bye: the store is for others too
     await client.close()
+
+
+def make_supervisor(
+    options: StoreOptions, *, timing: ClientTiming = PATIENT
+) -> StoreSupervisor:
+    """Return a supervisor that does not take a busy machine for a dead store."""
+    supervisor = StoreSupervisor(options)
+    supervisor.client.timing = timing
+    return supervisor
 
 
 async def until(condition: Callable[[], bool], *, within_seconds: float = 10.0) -> None:

@@ -235,7 +235,7 @@ async def test_a_client_killed_during_a_put_leaves_the_store_well(
     """A connection that ends in mid-call costs nobody else anything."""
     layout = small_layout(64, piece_bytes=16384)
     refs = make_refs("n", 64)
-    other = StoreClient(client._path)
+    other = StoreClient(client._path, timing=client.timing)
     await other.connect()
     with TestFile(layout, seed=16) as source, TestFile(layout) as target:
         task = asyncio.create_task(put(other, source, refs))

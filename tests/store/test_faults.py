@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from proxy.errors import StoreError, StoreTimeout
-from proxy.store.client import ClientTiming, StoreClient
+from proxy.store.client import StoreClient
+from proxy.store.client_facts import ClientTiming
 from proxy.store.supervisor import StoreSupervisor
 from tests.store.conftest import (
     StartStore,

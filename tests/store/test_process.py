@@ -20,6 +20,7 @@ from proxy.store.client import StoreClient
 from proxy.store.options import StoreOptions
 from proxy.store.process import EXIT_CONFIG, EXIT_TAKEN, find_holder
 from tests.store.conftest import (
+    PATIENT,
     StartStore,
     child_pids,
     make_options,
@@ -53,7 +54,7 @@ def running(options: StoreOptions) -> Iterator[subprocess.Popen[str]]:
 
 async def connected(options: StoreOptions) -> StoreClient:
     """Return a connected client."""
-    client = StoreClient(options.socket_path)
+    client = StoreClient(options.socket_path, timing=PATIENT)
     await client.connect()
     return client
 

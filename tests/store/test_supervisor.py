@@ -12,14 +12,20 @@ from proxy.errors import ConfigError, StoreError
 from proxy.store.options import StoreOptions
 from proxy.store.process import find_holder
 from proxy.store.supervisor import StoreSupervisor
-from tests.store.conftest import StartStore, make_options, store_pid, until
+from tests.store.conftest import (
+    StartStore,
+    make_options,
+    make_supervisor,
+    store_pid,
+    until,
+)
 from tests.store.test_faults import works
 
 
 async def test_two_proxies_that_start_at_once_share_one_store(folder: Path) -> None:
     """Whoever comes second joins; the store ends with the last of them."""
     options = make_options("disk", folder)
-    first, second = StoreSupervisor(options), StoreSupervisor(options)
+    first, second = make_supervisor(options), make_supervisor(options)
     await asyncio.gather(first.start(), second.start())
     pid = store_pid(first)
     assert store_pid(second) == pid
@@ -33,9 +39,9 @@ async def test_two_proxies_that_start_at_once_share_one_store(folder: Path) -> N
 async def test_a_store_survives_the_proxy_that_started_it(folder: Path) -> None:
     """Its first owner stops while another uses it: nothing is lost."""
     options = make_options("embedded", folder)
-    owner = StoreSupervisor(options)
+    owner = make_supervisor(options)
     await owner.start()
-    other = StoreSupervisor(options)
+    other = make_supervisor(options)
     await other.start()
     assert await works(other.client, "kept")
     await owner.stop()
