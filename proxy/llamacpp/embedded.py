@@ -140,11 +140,14 @@ class EmbeddedRunner:
                 pid=process.pid,
             )
             await self._wait_end(process)
+            if process.returncode is None:
+                reason = f"it is not reached any more: {self.runner.failure}"
+            else:
+                reason = f"exit status {process.returncode}"
+            self.runner.report_lost(reason)  # at once: no turn takes its slots now
         finally:
             await client.close()
-        if process.returncode is None:
-            return f"it is not reached any more: {self.runner.failure}"
-        return f"exit status {process.returncode}"
+        return reason
 
     async def _wait_end(self, process: asyncio.subprocess.Process) -> None:
         """Wait until the process has ended, or turns cannot reach it."""
