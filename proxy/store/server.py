@@ -15,10 +15,10 @@ import logging
 import os
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 from proxy.errors import ConfigError
-from proxy.store.isolation import Isolation, has_threads, isolate
+from proxy.store.isolation import Isolation, isolate
 from proxy.store.options import StoreOptions
 from proxy.store.process import (
     EXIT_CONFIG,
@@ -29,8 +29,6 @@ from proxy.store.process import (
     forbid_core_dumps,
 )
 
-logger = logging.getLogger("proxy.store.server")
-
 SWITCH_SECONDS = 0.001
 """How long a busy thread may keep the interpreter from one that answers pings."""
 
@@ -39,40 +37,53 @@ class _EndedBeforeReady(BaseException):
     """A signal came while the store was being opened."""
 
 
-def run(options: StoreOptions) -> int:
-    """Serve until told to end; return the exit code of the process.
+def run(options: StoreOptions) -> NoReturn:
+    """Turn this process into the store.
 
-    Runs the store in a fresh interpreter in place of this one where threads exist
-    already; then it does not return.
+    A fresh interpreter takes its place (same pid): it has no threads yet, and does
+    not run this one's exit handlers. See `main` for the exit codes.
     """
-    forbid_core_dumps()
-    isolation = Isolation(is_isolated=False)
-    if options.kind == "embedded":
-        if has_threads():
-            os.execv(  # noqa: S606 - no shell is wanted
-                sys.executable,
-                [sys.executable, "-m", "proxy.store.server", options.to_json()],
-            )
-        isolation = isolate()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _end_before_ready)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(  # noqa: S606 - no shell is wanted
+        sys.executable,
+        [sys.executable, "-m", "proxy.store.server", options.to_json()],
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Serve with the options given as one JSON argument; return the exit code.
+
+    0: ended as told. `EXIT_CONFIG`, `EXIT_TAKEN`: see there. To be called in a fresh
+    process, which has one thread.
+    """
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
+    )
     try:
-        return _serve(options, isolation)
+        if len(arguments) != 1:
+            raise ConfigError("usage: python -m proxy.store.server OPTIONS_AS_JSON")
+        options = StoreOptions.from_json(arguments[0])
+        forbid_core_dumps()
+        isolation = Isolation(is_isolated=False)
+        if options.kind == "embedded":
+            isolation = isolate()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, _end_before_ready)
+        _serve(options, isolation)
     except _EndedBeforeReady:
         return 0
-    except SocketTakenError as exc:
-        sys.stderr.write(f"kvbus store: {exc}\n")
-        return EXIT_TAKEN
     except ConfigError as exc:
         sys.stderr.write(f"kvbus store: {exc}\n")
-        return EXIT_CONFIG
+        return EXIT_TAKEN if isinstance(exc, SocketTakenError) else EXIT_CONFIG
+    return 0
 
 
 def _end_before_ready(_number: int, _frame: object) -> None:
     raise _EndedBeforeReady
 
 
-def _serve(options: StoreOptions, isolation: Isolation) -> int:
+def _serve(options: StoreOptions, isolation: Isolation) -> None:
     ensure_private_folder(options.runtime_dir)
     ensure_private_folder(options.socket_path.parent)
     lock = InstanceLock.acquire(
@@ -109,23 +120,6 @@ def _serve(options: StoreOptions, isolation: Isolation) -> int:
             opened.backend.close()
     finally:
         lock.release()
-    return 0
-
-
-def main(arguments: list[str]) -> int:
-    """Run the store with the options given as one JSON argument."""
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
-    )
-    if len(arguments) != 1:
-        sys.stderr.write("usage: python -m proxy.store.server OPTIONS_AS_JSON\n")
-        return EXIT_CONFIG
-    try:
-        options = StoreOptions.from_json(arguments[0])
-    except ConfigError as exc:
-        sys.stderr.write(f"kvbus store: {exc}\n")
-        return EXIT_CONFIG
-    return run(options)
 
 
 if __name__ == "__main__":

@@ -176,6 +176,33 @@ def test_wrong_settings_are_one_line(folder: Path) -> None:
     assert "open to others" in result.stderr
 
 
+def test_a_busy_process_turns_into_a_store(folder: Path) -> None:
+    """`run` starts afresh under the same pid, isolated though threads existed."""
+    script = (
+        "import sys, threading, time\n"
+        "from proxy.store import server\n"
+        "from proxy.store.options import StoreOptions\n"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+        "server.run(StoreOptions.from_json(sys.argv[1]))\n"
+    )
+    options = make_options("embedded", folder)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, options.to_json()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        assert ready["pid"] == process.pid
+        assert ready["kind"] in {"embedded", "disk"}
+        assert "threads" not in ready["reason"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_options_survive_json(folder: Path) -> None:
     """Options read back are equal; the socket's name tells different stores apart."""
     embedded, disk = make_options("embedded", folder), make_options("disk", folder)
