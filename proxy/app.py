@@ -15,6 +15,7 @@ import sys
 from contextlib import AsyncExitStack
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from proxy.admin import Admin
 from proxy.config import ServeOptions
@@ -93,7 +94,7 @@ class Application:
                     cache_ram_mib=options.cache_ram,
                     block_size=options.block_size,
                 ),
-                cache_dir=options.cache / "facts",
+                cache_dir=options.cache,
                 socket_dir=sockets.path,
                 slot_dir=slot_files.path,
             )
@@ -238,6 +239,7 @@ def serve(options: ServeOptions) -> int:
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("httpcore").setLevel(logging.WARNING)
+    logging.getLogger("aiohttp.server").addFilter(_is_not_a_bad_request)
     asyncio.run(_serve(options))
     return 0
 
@@ -245,9 +247,31 @@ def serve(options: ServeOptions) -> int:
 async def _serve(options: ServeOptions) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_report_loop_error)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     await Application(options).run(stop)
+
+
+def _is_not_a_bad_request(record: logging.LogRecord) -> bool:
+    """Keep out of the log what is no HTTP: aiohttp quotes it, and it may be a prompt."""
+    exc = record.exc_info[1] if record.exc_info else None
+    return not isinstance(exc, HttpProcessingError)
+
+
+def _report_loop_error(
+    loop: asyncio.AbstractEventLoop, context: dict[str, object]
+) -> None:
+    """Log what a callback raised, unless it is of no consequence.
+
+    anyio gives a future's `set_result` to the loop as a reader. Where a request is
+    cancelled just as its unix socket has something to read, that future has ended.
+    """
+    is_late_result = isinstance(
+        context.get("exception"), asyncio.InvalidStateError
+    ) and "Future.set_result" in str(context["message"])
+    if not is_late_result:
+        loop.default_exception_handler(context)
 
 
 def say(text: str) -> None:

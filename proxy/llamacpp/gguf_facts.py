@@ -1,27 +1,27 @@
 """What kvbus has to know of a model, out of its GGUF file.
 
 Rules:
-1. `ModelFacts.content_digest` depends on the contents alone: equal on every host, and
-   different for another finetune of the same shape. For a model below 256 MiB it is
-   the SHA-256 of the file. For a larger one it is the SHA-256 over the header, the
-   size, and 16 evenly spaced windows of 4 KiB (the first and the last among them) of
-   each tensor, whole where the tensor is smaller; a split model's parts follow one
-   another.
+1. `ModelFacts.content_digest` depends on the contents alone, on every byte of them:
+   KV is shared by it. It is the SHA-256 of the file, and of a split model that over
+   the SHA-256 of each part.
 2. The event loop never reads a model file: `load_facts` has a process of its own do
-   it, once for each (path, size, time of change), and keeps the answer in a file.
-3. A kept answer that is damaged, or of another version of this module, is none.
+   it, once for each state of the files, and keeps the answer. A state is path, device,
+   inode, size, time of modification and time of change of every part: tools set sizes
+   and times of modification alike for different contents, but not the rest.
+3. A kept answer that is damaged, of another version of this module, or read while the
+   files changed, is none.
 """
 
 import asyncio
 import dataclasses
 import hashlib
+import logging
 import mmap
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -32,13 +32,15 @@ from proxy.errors import ConfigError
 if TYPE_CHECKING:
     from proxy.llamacpp.gguf_header import Header
 
-FACTS_VERSION = 1
-SMALL_FILE_BYTES = 256 << 20
-"""Up to here the whole file is hashed: a quarter of a second at most."""
+logger = logging.getLogger(__name__)
 
-_NUM_WINDOWS = 16
-_WINDOW_BYTES = 4096
+FACTS_VERSION = 2
+LONG_READ_BYTES = 2 << 30
+"""From here on the log tells that a model is read: it takes seconds."""
+
 _READ_TIMEOUT_SECONDS = 600
+_SLOWEST_READ_RATE = 10 << 20
+"""Bytes a second that a large model may take more time by."""
 _BAD_FILE_EXIT_CODE = 2
 _SPLIT_NAME = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 _GUESSED_FILE_TYPE = 1024
@@ -57,7 +59,7 @@ class ModelFacts:
     content_digest: str
     """64 hex digits, see rule 1 of the module."""
     file_sha256: str | None
-    """Known where the whole file was read."""
+    """None for a split model, and for one that only its server can read."""
     architecture: str
     name: str
     parameter_count: int
@@ -105,46 +107,73 @@ class ModelFacts:
 
 
 async def load_facts(path: Path, cache_dir: Path) -> ModelFacts:
-    """Facts of `path`, out of `cache_dir`, or read by a process of its own.
+    """Facts of `path`, kept in `cache_dir`/facts, or read by a process of its own.
 
-    Raises ConfigError with one clear line for a file that is missing, truncated or
-    not a GGUF.
+    Takes a second or two for each gigabyte where they are not kept. Raises ConfigError
+    with one clear line for a file that is missing, truncated or not a GGUF.
     """
-    resolved, key = _identify(path)
-    kept = cache_dir / "facts" / f"{key}.json"
+    files = _identify(path)
+    kept = cache_dir / "facts" / f"{files.key}.json"
     try:
-        facts = ModelFacts.from_json(kept.read_bytes())
+        return ModelFacts.from_json(kept.read_bytes())
     except (OSError, ValueError):
         pass
-    else:
-        if facts.path == str(resolved):
-            return facts
-    text = await _read_elsewhere(resolved)
+    if files.num_bytes > LONG_READ_BYTES:
+        size = files.num_bytes / (1 << 30)
+        logger.info("event=model.read path=%s gib=%.1f (once)", path, size)
+    text = await _read_elsewhere(path, num_bytes=files.num_bytes)
     facts = ModelFacts.from_json(text)
-    _keep(kept, text)
+    if _identify(path) == files:
+        _keep(kept, text)
     return facts
 
 
-def _identify(path: Path) -> tuple[Path, str]:
-    """Give the path itself, and a name for this state of the file."""
-    try:
-        resolved = path.resolve(strict=True)
-        status = resolved.stat()
-    except OSError as error:
-        raise ConfigError(f"model {path}: {error.strerror}") from error
-    key = f"{FACTS_VERSION}:{status.st_size}:{status.st_mtime_ns}:{resolved}"
-    return resolved, hashlib.sha256(key.encode()).hexdigest()
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Files:
+    """The files of a model in their present state."""
+
+    key: str
+    """A name for this state, 64 hex digits."""
+    num_bytes: int
 
 
-async def _read_elsewhere(path: Path) -> bytes:
+def _identify(path: Path) -> _Files:
+    """Look at all files of the model, without opening one. Raises ConfigError."""
+    state: list[object] = [FACTS_VERSION]
+    num_bytes = 0
+    for part in _part_paths(path):
+        try:
+            found = part.stat()
+            state += [
+                *(str(part.resolve()), found.st_dev, found.st_ino, found.st_size),
+                *(found.st_mtime_ns, found.st_ctime_ns),
+            ]
+        except OSError as error:
+            raise ConfigError(f"model {part}: {error.strerror}") from error
+        num_bytes += found.st_size
+    return _Files(hashlib.sha256(repr(state).encode()).hexdigest(), num_bytes)
+
+
+def _part_paths(path: Path) -> list[Path]:
+    """Name the file, or all parts of a split model, as the engine finds them."""
+    match = _SPLIT_NAME.search(path.name)
+    if not match or int(match[1]) != 1:
+        return [path]
+    base, count = path.name[: match.start()], int(match[2])
+    names = [f"{base}-{n:05d}-of-{count:05d}.gguf" for n in range(2, count + 1)]
+    return [path, *(path.with_name(name) for name in names)]
+
+
+async def _read_elsewhere(path: Path, *, num_bytes: int) -> bytes:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "proxy.llamacpp.gguf_facts", str(path)),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
+    limit = _READ_TIMEOUT_SECONDS + num_bytes / _SLOWEST_READ_RATE
     try:
-        async with asyncio.timeout(_READ_TIMEOUT_SECONDS):
+        async with asyncio.timeout(limit):
             text, complaint = await process.communicate()
     except TimeoutError as error:
         raise ConfigError(f"model {path}: reading it takes too long") from error
@@ -175,37 +204,36 @@ def _keep(kept: Path, text: bytes) -> None:
 
 def read_facts(path: Path) -> ModelFacts:
     """Read the file here and now (blocks). Raises ConfigError."""
-    from proxy.llamacpp.gguf_header import GGUFError, read_header
+    from proxy.llamacpp.gguf_header import GGUFError
 
-    parts = [path]
     total_bytes = parameter_count = 0
-    digest = hashlib.sha256(b"kvbus model content 1\0")
-    whole: str | None = None
+    digests: list[bytes] = []
     first: Header | None = None
     mtime_ns = 0
+    parts = _part_paths(path)
     for part in parts:
         try:
-            with _mapped(part) as (view, status):
-                header = read_header(view)
+            with part.open("rb") as file:
+                status = os.fstat(file.fileno())
+                header = _read_header(file)
                 if first is None:
                     first, mtime_ns = header, status.st_mtime_ns
-                    parts += _other_parts(path, header)
-                total_bytes += len(view)
-                parameter_count += sum(t.num_elements for t in header.tensors)
-                if len(parts) == 1 and len(view) <= SMALL_FILE_BYTES:
-                    whole = hashlib.sha256(view).hexdigest()
-                else:
-                    _digest_part(digest, view, header)
+                    _check_parts(header, len(parts))
+                digests.append(_digest(file))
         except OSError as error:
             raise ConfigError(f"model {part}: {error.strerror}") from error
         except GGUFError as error:
             raise ConfigError(f"model {part}: {error}") from error
+        total_bytes += status.st_size
+        parameter_count += sum(t.num_elements for t in header.tensors)
     assert first is not None
+    whole = digests[0].hex() if len(digests) == 1 else None
+    joined = hashlib.sha256(b"kvbus split model 2\0" + b"".join(digests))
     return ModelFacts(
-        path=str(path),
+        path=str(path.resolve()),
         size_bytes=total_bytes,
         mtime_ns=mtime_ns,
-        content_digest=whole or digest.hexdigest(),
+        content_digest=whole or joined.hexdigest(),
         file_sha256=whole,
         parameter_count=parameter_count,
         parameter_size=_human_number(parameter_count),
@@ -213,42 +241,33 @@ def read_facts(path: Path) -> ModelFacts:
     )
 
 
-@contextmanager
-def _mapped(path: Path) -> Iterator[tuple[mmap.mmap, os.stat_result]]:
+def _read_header(file: BufferedReader) -> "Header":
+    from proxy.llamacpp.gguf_header import GGUFError, read_header
+
+    if not os.fstat(file.fileno()).st_size:
+        raise GGUFError("not a GGUF file (empty)")
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        return read_header(view)
+
+
+def _check_parts(header: "Header", num_parts: int) -> None:
+    """See that the digest is of all that the engine loads."""
     from proxy.llamacpp.gguf_header import GGUFError
 
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        if not status.st_size:
-            raise GGUFError("not a GGUF file (empty)")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            yield view, status
-
-
-def _other_parts(path: Path, header: "Header") -> list[Path]:
-    """Name the further parts of a split model, as the engine finds them."""
-    match = _SPLIT_NAME.search(path.name)
     count = header.metadata.get("split.count", 0)
-    if not match or not isinstance(count, int) or count < 2:
-        return []
-    base = path.name[: match.start()]
-    names = [f"{base}-{n:05d}-of-{count:05d}.gguf" for n in range(2, count + 1)]
-    return [path.with_name(name) for name in names]
+    if (count if isinstance(count, int) and count > 1 else 1) != num_parts:
+        raise GGUFError(
+            f"it is one of {count} parts, but its name does not end in"
+            f" -00001-of-{count:05d}.gguf"
+            if num_parts == 1
+            else f"its name tells of {num_parts} parts, its contents do not"
+        )
 
 
-def _digest_part(digest: Any, view: mmap.mmap, header: "Header") -> None:  # noqa: ANN401
-    digest.update(len(view).to_bytes(8, "little"))
-    digest.update(header.num_bytes.to_bytes(8, "little"))
-    digest.update(view[: header.num_bytes])
-    for tensor in header.tensors:
-        size = tensor.stop - tensor.start
-        if size <= _NUM_WINDOWS * _WINDOW_BYTES:
-            digest.update(view[tensor.start : tensor.stop])
-            continue
-        for window in range(_NUM_WINDOWS):
-            offset = (size - _WINDOW_BYTES) * window // (_NUM_WINDOWS - 1)
-            start = tensor.start + offset
-            digest.update(view[start : start + _WINDOW_BYTES])
+def _digest(file: BufferedReader) -> bytes:
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    file.seek(0)
+    return hashlib.file_digest(file, "sha256").digest()
 
 
 def _described(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Facts of model files: what is read, refused, kept and told apart."""
 
 import asyncio
+import hashlib
 import os
 import struct
 from dataclasses import replace
@@ -117,12 +118,8 @@ def test_json_round_trip(model: Path) -> None:
             ModelFacts.from_json(text)
 
 
-@pytest.mark.parametrize("small_file_bytes", [gguf_facts.SMALL_FILE_BYTES, 0])
-def test_the_digest_tells_finetunes_apart(
-    tmp_path: Path, small_file_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_digest_tells_finetunes_apart(tmp_path: Path) -> None:
     """Equal contents have equal digests; other weights or metadata another."""
-    monkeypatch.setattr(gguf_facts, "SMALL_FILE_BYTES", small_file_bytes)
     paths = [
         write_tiny_model(tmp_path / "a.gguf", seed=1),
         write_tiny_model(tmp_path / "same.gguf", seed=1),
@@ -136,44 +133,84 @@ def test_the_digest_tells_finetunes_apart(
     digests = [read_facts(path).content_digest for path in paths]
     assert digests[0] == digests[1]
     assert len({*digests}) == 3
-    assert all(len(digest) == 64 for digest in digests)
-    assert (read_facts(paths[0]).file_sha256 is None) == (not small_file_bytes)
+    assert digests[0] == hashlib.sha256(paths[0].read_bytes()).hexdigest()
 
 
-def test_a_large_file_is_sampled_all_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A change at either end of any tensor changes the digest of a large file."""
-    monkeypatch.setattr(gguf_facts, "SMALL_FILE_BYTES", 0)
-    path = write_tiny_model(tmp_path / "m.gguf", seed=1)
-    original = path.read_bytes()
+def test_each_byte_of_a_large_file_counts(tmp_path: Path) -> None:
+    """One changed value in the middle of 300 MiB of weights changes the digest."""
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((1, 1), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    os.truncate(path, 300 << 20)  # a hole
     digests = {read_facts(path).content_digest}
-    tensors = gguf.GGUFReader(path).tensors
-    for tensor in tensors:
-        first = int(tensor.data_offset)
-        for offset in (first, first + int(tensor.n_bytes) - 1):
-            changed = bytearray(original)
-            changed[offset] ^= 1
-            path.write_bytes(changed)
-            digests.add(read_facts(path).content_digest)
-    assert len(digests) == 1 + 2 * len(tensors)
+    for offset in (257 << 20, 257 << 20 | 4097, (300 << 20) - 1):
+        with path.open("r+b") as file:
+            file.seek(offset)
+            file.write(b"\1")
+        digests.add(read_facts(path).content_digest)
+    assert len(digests) == 4
 
 
 def test_a_split_model_is_read_whole(tmp_path: Path) -> None:
     """All parts count, for the size, the parameters and the digest."""
-    for number in (1, 2):
-        path = tmp_path / f"m-{number:05d}-of-00002.gguf"
-        write_part(path, number=number, value=1.0)
-    first = tmp_path / "m-00001-of-00002.gguf"
+    first, second = split_model(tmp_path)
     facts = read_facts(first)
     assert facts.parameter_count == 2 * 64
     assert facts.size_bytes == sum(p.stat().st_size for p in tmp_path.iterdir())
     assert facts.file_sha256 is None
-    write_part(tmp_path / "m-00002-of-00002.gguf", number=2, value=2.0)
+    write_part(second, number=2, value=2.0)
     assert read_facts(first).content_digest != facts.content_digest
-    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    second.unlink()
     with pytest.raises(ConfigError, match=r"00002-of-00002\.gguf: No such file"):
         read_facts(first)
+
+
+async def test_a_later_part_is_part_of_the_state(tmp_path: Path) -> None:
+    """Facts are read again when only the last part of a model is another."""
+    first, second = split_model(tmp_path)
+    before = await load_facts(first, tmp_path / "cache")
+    write_part(second, number=2, value=2.0)
+    after = await load_facts(first, tmp_path / "cache")
+    assert after.content_digest == read_facts(first).content_digest
+    assert after.content_digest != before.content_digest
+
+
+async def test_a_split_model_of_links(tmp_path: Path) -> None:
+    """Parts are found by their names, wherever the names lead."""
+    parts = split_model(tmp_path)
+    (tmp_path / "named").mkdir()
+    links = []
+    for part in parts:
+        blob = part.rename(tmp_path / f"blob-{part.name[5:7]}")
+        links.append(tmp_path / "named" / part.name)
+        links[-1].symlink_to(blob)
+    facts = await load_facts(links[0], tmp_path / "cache")
+    assert facts.parameter_count == 2 * 64
+
+
+def test_a_part_under_another_name_is_refused(tmp_path: Path) -> None:
+    """Names and contents that disagree about parts give a ConfigError."""
+    first, second = split_model(tmp_path)
+    with pytest.raises(ConfigError, match="one of 2 parts, but its name"):
+        read_facts(second)
+    other = first.rename(tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match=r"does not end in -00001-of-00002\.gguf"):
+        read_facts(other)
+    whole = write_tiny_model(first, seed=1)
+    with pytest.raises(ConfigError, match="its name tells of 2 parts"):
+        read_facts(whole)
+
+
+def split_model(directory: Path) -> list[Path]:
+    """Write a model of two parts; give their paths."""
+    paths = [directory / f"m-{n:05d}-of-00002.gguf" for n in (1, 2)]
+    for number, path in enumerate(paths, 1):
+        write_part(path, number=number, value=1.0)
+    return paths
 
 
 def write_part(path: Path, *, number: int, value: float) -> None:
@@ -244,7 +281,7 @@ async def test_load_reads_once(
     (directory,) = tmp_path.iterdir()
     assert directory.stat().st_mode & 0o077 == 0
 
-    async def refuse(path: Path) -> bytes:
+    async def refuse(path: Path, *, num_bytes: int) -> bytes:
         raise AssertionError(f"{path} is read again")
 
     monkeypatch.setattr(gguf_facts, "_read_elsewhere", refuse)
@@ -265,6 +302,63 @@ async def test_a_changed_file_is_read_again(model: Path, tmp_path: Path) -> None
     write_tiny_model(path, seed=9)
     changed = await load_facts(path, tmp_path)
     assert changed.content_digest != before.content_digest
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+async def test_times_that_lie(model: Path, tmp_path: Path, in_place: bool) -> None:
+    """Other weights of the same size and modification time have other facts."""
+    path, other = tmp_path / "m.gguf", tmp_path / "other.gguf"
+    contents = bytearray(model.read_bytes())
+    path.write_bytes(contents)
+    os.utime(path, ns=(1, 1))
+    before = await load_facts(path, tmp_path)
+    contents[-1] ^= 1
+    if in_place:
+        path.write_bytes(contents)
+        os.utime(path, ns=(1, 1))
+    else:
+        other.write_bytes(contents)
+        os.utime(other, ns=(1, 1))
+        other.replace(path)
+    after = await load_facts(path, tmp_path)
+    assert (after.size_bytes, after.mtime_ns) == (before.size_bytes, before.mtime_ns)
+    assert after.content_digest == hashlib.sha256(contents).hexdigest()
+    assert after.content_digest != before.content_digest
+
+
+async def test_a_file_that_changes_meanwhile_is_not_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Facts that were read while the file changed are not kept for its old state."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(model.read_bytes())
+    read = gguf_facts._read_elsewhere
+
+    async def change(path: Path, *, num_bytes: int) -> bytes:
+        text = await read(path, num_bytes=num_bytes)
+        os.utime(path, ns=(1, 1))
+        return text
+
+    monkeypatch.setattr(gguf_facts, "_read_elsewhere", change)
+    await load_facts(path, tmp_path)
+    assert not (tmp_path / "facts").exists()
+
+
+async def test_a_long_read_is_told(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A model that takes seconds to read is named in one line, the first time."""
+    caplog.set_level("INFO", "proxy.llamacpp.gguf_facts")
+    await load_facts(model, tmp_path)
+    assert caplog.messages == []
+    monkeypatch.setattr(gguf_facts, "LONG_READ_BYTES", 1000)
+    for _ in range(2):
+        await load_facts(model, tmp_path / "cold")
+    (line,) = caplog.messages
+    assert line.startswith(f"event=model.read path={model} gib=")
 
 
 async def test_a_damaged_kept_file_is_no_answer(model: Path, tmp_path: Path) -> None:
