@@ -254,7 +254,7 @@ async def _serve(options: ServeOptions) -> None:
 
 
 def _is_not_a_bad_request(record: logging.LogRecord) -> bool:
-    """Keep out of the log what is no HTTP: aiohttp quotes it, and it may be a prompt."""
+    """Keep what is no HTTP out of the log: aiohttp quotes it, it may be a prompt."""
     exc = record.exc_info[1] if record.exc_info else None
     return not isinstance(exc, HttpProcessingError)
 

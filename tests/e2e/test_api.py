@@ -1,8 +1,10 @@
 """The Ollama API over real runners, by the official client and by hand."""
 
 import asyncio
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import ollama
@@ -128,6 +130,20 @@ def test_a_body_of_50_megabytes(served: Kvbus) -> None:
     assert answer.status_code == 400
     assert "context length" in answer.json()["error"]
     assert served.generate("tiny:1b", "Hello")["done"]
+
+
+def test_what_is_no_http_is_not_logged(served: Kvbus) -> None:
+    """A broken request gets 400, and no byte of it comes into the log."""
+    address = urlsplit(served.url)
+    head = b"POST /api/generate HTTP/1.1\r\nHost: localhost\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port or 0), 10) as raw:
+        raw.sendall(head + b"my secret prompt\r\n")
+        answer = raw.recv(65536)
+    assert answer.split()[1] == b"400"
+    assert served.generate("tiny:1b", "Hello")["done"]
+    assert "secret" not in served.log_text()
+    assert "Traceback" not in served.log_text()
 
 
 def test_unknown_routes_get_the_routers_answer(served: Kvbus) -> None:
