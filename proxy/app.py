@@ -22,7 +22,7 @@ from proxy.config import ServeOptions
 from proxy.errors import ConfigError, StoreError
 from proxy.in_flight import InFlight
 from proxy.metrics import Metrics
-from proxy.model_files import DEFAULT_MODEL_NAME, ensure_default_model
+from proxy.model_files import DEFAULT_MODEL_NAME, fetch_default_model
 from proxy.observer import MetricsObserver
 from proxy.ollama.guard import GuardOptions, install_guard
 from proxy.ollama.handlers import ApiOptions, OllamaApi
@@ -153,7 +153,7 @@ class Application:
         options = self._options
         models = list(options.model)
         if not models and not options.upstream:
-            path = await asyncio.to_thread(ensure_default_model, options.cache, say)
+            path = await fetch_default_model(options.cache, say)
             models = [(DEFAULT_MODEL_NAME, path)]
         store = asyncio.create_task(self._start_store())
         try:

@@ -95,7 +95,9 @@ def _model(arguments: argparse.Namespace) -> int:
     given = arguments.cache_dir
     cache = Path(given).expanduser() if given else model_files.default_cache_dir()
     if arguments.action == "get":
-        path = model_files.ensure_default_model(cache, lambda text: print(text))
+        path = model_files.ensure_default_model(
+            cache, lambda text: print(text, flush=True)
+        )
         print(path)
     elif arguments.action == "path":
         print(model_files.default_model_path(cache))

