@@ -17,7 +17,7 @@ from typing import Any
 
 from proxy.errors import ConfigError, KvbusError
 from proxy.llamacpp import attached, embedded
-from proxy.llamacpp.attached import AttachedOptions, AttachedRunner, LocalProcess
+from proxy.llamacpp.attached import AttachedOptions, AttachedRunner
 from proxy.llamacpp.client import LlamaServerClient
 from proxy.llamacpp.embedded import EmbeddedOptions, EmbeddedRunner
 from proxy.llamacpp.gguf_facts import ModelFacts, load_facts
@@ -109,7 +109,12 @@ class Serving:
                 slot_directory=self._slot_dir / f"runner-{self._num_embedded}",
             )
             self._num_embedded += 1
-            life = EmbeddedRunner(runner, options).run()
+            life = EmbeddedRunner(
+                runner,
+                options,
+                load_facts=lambda: load_facts(path, self._cache_dir),
+                on_facts=model.renew,
+            ).run()
             self._tasks.append(asyncio.create_task(life))
         return model
 
@@ -163,6 +168,8 @@ class Serving:
                     said = _say_once(options.url, str(exc), said)
                 except KvbusError as exc:
                     said = _say_once(options.url, str(exc), said)
+                except Exception:
+                    logger.exception("event=upstream.defect url=%s", options.url)
                 await asyncio.sleep(attached.POLL_SECONDS)
         finally:
             await client.close()
@@ -175,34 +182,25 @@ class Serving:
     ) -> None:
         """Serve one process of a given llama-server until it is gone."""
         props = await client.props()
+        path = str(props.get("model_path", ""))
         process = await asyncio.to_thread(attached.find_process, options.url)
-        facts = await self._facts(client, props, process)
+        refusal = await asyncio.to_thread(attached.look_at, process, options.url, path)
+        if process is not None and not refusal:
+            facts = await load_facts(process.resolve(path), self._cache_dir)
+        else:
+            facts = await client.model_facts()
         model = self._model_of(props, facts)
         runner = self._runner(
             f"{model.name}@{options.url.rpartition('/')[2]}", model, attached.PATIENCE
         )
-        server = AttachedRunner(runner, client, options=options, process=process)
+        server = AttachedRunner(
+            runner, client, options=options, process=process, refusal=refusal
+        )
         try:
-            await server.inspect()
-            on_seen()
-            await server.watch()
+            await server.run(on_seen)
         finally:
             runner.close_files()
             model.runners.remove(runner)
-
-    async def _facts(
-        self,
-        client: LlamaServerClient,
-        props: Mapping[str, Any],
-        process: LocalProcess | None,
-    ) -> ModelFacts:
-        """Read the server's model file; where it is not here, ask the server."""
-        path = str(props.get("model_path", ""))
-        if process is not None and path:
-            local = process.resolve(path)
-            if await asyncio.to_thread(local.is_file):
-                return await load_facts(local, self._cache_dir)
-        return await client.model_facts()
 
     def _model_of(self, props: Mapping[str, Any], facts: ModelFacts) -> Model:
         alias = str(props.get("model_alias") or "")

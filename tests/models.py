@@ -61,13 +61,15 @@ def write_tiny_model(
     n_head_kv: int = 2,
     n_ctx_train: int = 131072,
     is_endless: bool = False,
+    longrope_tokens: int = 0,
 ) -> Path:
     """Write a random model of `architecture`; the same arguments give the same file.
 
     gemma3 has a sliding window, lfm2 is a hybrid, mamba recurrent, deepseek2 keeps
     latent K only, qwen2vl has M-RoPE. There are n_embd / 32 heads, and a KV row of one
     layer is n_head_kv * 32 elements, for K and V each (deepseek2 apart). An endless
-    model never chooses a control token, so its greedy text ends at no length.
+    model never chooses a control token, so its greedy text ends at no length. With
+    `longrope_tokens` RoPE has other factors in contexts that are longer than that.
     """
     n_head = n_embd // HEAD_DIM
     num_layers = n_layer or (6 if architecture == "gemma3" else 2)
@@ -101,6 +103,8 @@ def write_tiny_model(
             shapes |= _transformer(
                 writer, architecture, num_layers, n_embd, n_head, n_head_kv
             )
+    if longrope_tokens:
+        _add_longrope(writer, longrope_tokens)
     _add_tokenizer(writer, tokenizer, tokens, types, scores, merges, add_bos)
     random = np.random.default_rng(seed)
     for name, shape in shapes.items():
@@ -114,6 +118,14 @@ def write_tiny_model(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_longrope(writer: gguf.GGUFWriter, original_tokens: int) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
+    writer.add_rope_scaling_orig_ctx_len(original_tokens)
+    for name, factor in (("long", 8.0), ("short", 1.0)):
+        factors = np.full(HEAD_DIM // 2, factor, dtype=np.float32)
+        writer.add_tensor(f"rope_factors_{name}.weight", factors)
 
 
 def _weights(

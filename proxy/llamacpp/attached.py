@@ -1,19 +1,23 @@
 """A runner that somebody else starts: a llama-server at a given URL.
 
 Its process is looked up on this host, for its command line tells the slot directory
-and all that could change KV; where it cannot be seen, its KV is not shared. Rules:
+and all that could change KV. Where it cannot be seen, or what listens is a relay in
+front of it, its KV is not shared. Rules:
 1. Nothing of it is changed: it is polled, probed once in its emptiest slot, used.
-2. Another process behind the same URL is another runner: inspected anew.
+2. Another process behind the same URL is another runner: inspected anew. The end of
+   the one that was inspected is seen at once, by a pidfd, not at the next poll.
 """
 
 import asyncio
 import os
-from collections.abc import Sequence
+import select
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from proxy.errors import ConfigError
+from proxy.errors import ConfigError, RunnerGone
 from proxy.llamacpp.client import LlamaServerClient
 from proxy.llamacpp.runner import Runner
 
@@ -77,6 +81,21 @@ class LocalProcess:
             )
         return [*self.arguments[start:], *self.environment]
 
+    @property
+    def started_at(self) -> float:
+        """When it was started, in seconds since the epoch; to a hundredth or so."""
+        stat = Path("/proc/stat").read_text()
+        boot = next(line for line in stat.splitlines() if line.startswith("btime"))
+        ticks = os.sysconf("SC_CLK_TCK")
+        return int(boot.split()[1]) + int(self.started) / ticks
+
+    @property
+    def model_variable(self) -> str | None:
+        """The model as an environment variable names it."""
+        name = "LLAMA_ARG_MODEL="
+        found = (item for item in self.environment if item.startswith(name))
+        return next((item.removeprefix(name) for item in found), None)
+
     def resolve(self, path: str) -> Path:
         """Return a path of its command line as seen from here."""
         return Path(f"/proc/{self.pid}/cwd").resolve() / path
@@ -101,36 +120,58 @@ class AttachedRunner:
         *,
         options: AttachedOptions,
         process: LocalProcess | None,
+        refusal: str,
     ) -> None:
+        """Watch `process`; a `refusal` says why its KV must not be shared."""
         self.runner = runner
         self._client = client
         self._options = options
         self._process = process
+        self._refusal = refusal
 
-    async def inspect(self) -> None:
-        """Learn all about the server. Raises RunnerGone or UpstreamError."""
+    async def run(self, on_ready: Callable[[], None]) -> None:
+        """Inspect the server, say so, and watch it until it is gone.
+
+        Raises RunnerGone or UpstreamError if it cannot be inspected.
+        """
+        process, loop = self._process, asyncio.get_running_loop()
+        if process is None:
+            await self._inspect(lambda: True)
+            on_ready()
+            await self._watch()
+            return
+        with process_handle(process) as handle:
+            await self._inspect(lambda: not _has_ended(handle))
+            on_ready()
+            loop.add_reader(handle, self.runner.report_lost, "its process has ended")
+            try:
+                await self._watch()
+            finally:
+                loop.remove_reader(handle)
+
+    async def _inspect(self, is_same_process: Callable[[], bool]) -> None:
         process = self._process
         await self.runner.inspect(
             self._client,
             slot_directory=self._slot_directory(),
-            flags=process.flags if process else None,
+            flags=process.flags if process else (),
+            refusal=self._refusal,
             engine=await asyncio.to_thread(_engine, process) if process else "",
             pid=process.pid if process else None,
+            is_same_process=is_same_process,
         )
 
-    async def watch(self) -> None:
-        """Poll the server until it is gone or another one is in its place."""
-        url, reason = self._options.url, ""
+    async def _watch(self) -> None:
+        """Wait until the server is gone; tell the runner."""
+        reason = ""
         while not reason:
-            await asyncio.sleep(POLL_SECONDS)
-            if not await self._client.is_healthy():
-                reason = f"llama-server at {url} is away"
-            elif await asyncio.to_thread(find_process, url) != self._process:
-                reason = f"another process took the place of the one at {url}"
-            elif not self.runner.is_ready:
-                reason = self.runner.failure
-        if self.runner.is_ready:
-            self.runner.report_gone(reason)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_SECONDS):
+                    await self.runner.lost.wait()
+                    reason = self.runner.failure
+            if not reason and not await self._client.is_healthy():
+                reason = f"llama-server at {self._options.url} is away"
+        self.runner.report_gone(reason)
 
     def _slot_directory(self) -> Path | None:
         if self._options.slot_directory is not None:
@@ -140,6 +181,55 @@ class AttachedRunner:
         if process is None or found is None:
             return None
         return process.resolve(found)
+
+
+@contextmanager
+def process_handle(process: LocalProcess) -> Iterator[int]:
+    """Open a pidfd (pidfd_open(2)): it names this very process, for good.
+
+    Raises RunnerGone if the process is not there any more.
+    """
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError as exc:
+        raise RunnerGone("its process has ended") from exc
+    try:
+        if _describe(Path(f"/proc/{process.pid}")) != process:
+            raise RunnerGone("its process has ended")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _has_ended(handle: int) -> bool:
+    """Tell, at once, whether the process of a pidfd has ended."""
+    return bool(select.select([handle], [], [], 0)[0])
+
+
+def look_at(process: LocalProcess | None, url: str, model_path: str) -> str:
+    """Return why the KV of a listener must not be shared, "" if nothing is known.
+
+    What listens may be a relay, whose command line says nothing of the server behind
+    it; and the model's file may be newer than what the server has loaded (blocking).
+    """
+    if process is None:
+        return "the runner's process cannot be seen on this host"
+    named = process.flag("--model") or process.flag("-m") or process.model_variable
+    port = process.flag("--port")
+    is_there = port in (None, "0", str(urlsplit(url).port))
+    if (
+        not named
+        or not is_there
+        or process.resolve(named) != process.resolve(model_path)
+    ):
+        return "what listens at the URL is not the llama-server itself"
+    try:
+        changed = process.resolve(named).stat().st_ctime
+    except OSError as exc:
+        return f"the runner's model file cannot be read: {exc.strerror}"
+    if changed > process.started_at:
+        return "the model's file was changed after the runner had started"
+    return ""
 
 
 def find_process(url: str) -> LocalProcess | None:

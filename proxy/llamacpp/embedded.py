@@ -8,6 +8,8 @@ Rules:
 3. Failed starts are repeated with a growing pause; a process that lived for a while
    resets it.
 4. A process that turns cannot reach any more is ended, whether it lives or not.
+5. What is known of the model's file is known of the file that this process loaded: it
+   is read for each start, and must be the same before and after the load.
 """
 
 import asyncio
@@ -16,6 +18,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +28,7 @@ import orjson
 
 from proxy.errors import KvbusError, RunnerGone
 from proxy.llamacpp.client import LlamaServerClient
+from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.runner import Runner
 
 logger = logging.getLogger(__name__)
@@ -85,9 +89,19 @@ class EmbeddedOptions:
 class EmbeddedRunner:
     """Keeps one llama-server process alive for a `Runner`."""
 
-    def __init__(self, runner: Runner, options: EmbeddedOptions) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        options: EmbeddedOptions,
+        *,
+        load_facts: Callable[[], Awaitable[ModelFacts]],
+        on_facts: Callable[[ModelFacts], None],
+    ) -> None:
+        """Take the parts; `on_facts` hears which file a new process has loaded."""
         self.runner = runner
         self._options = options
+        self._load_facts = load_facts
+        self._on_facts = on_facts
         # the mutable state
         self._process: asyncio.subprocess.Process | None = None
         self._log: IO[bytes] | None = None
@@ -120,6 +134,7 @@ class EmbeddedRunner:
         options = self._options
         await asyncio.to_thread(_make_empty, options.slot_directory)
         options.socket_path.unlink(missing_ok=True)
+        facts = await self._load_facts()
         process = await self._spawn()
         assert process.stdout is not None
         try:
@@ -130,6 +145,10 @@ class EmbeddedRunner:
         if not ready:
             await process.wait()
             raise RunnerGone(self._last_words())
+        if await self._load_facts() != facts:
+            raise RunnerGone("the model's file was changed while it was loaded")
+        self.runner.facts = facts
+        self._on_facts(facts)
         client = LlamaServerClient(url="http://runner", socket_path=options.socket_path)
         try:
             await self.runner.inspect(
@@ -138,6 +157,7 @@ class EmbeddedRunner:
                 flags=options.flags(),
                 engine=_build(ready),
                 pid=process.pid,
+                is_same_process=lambda: process.returncode is None,
             )
             await self._wait_end(process)
             if process.returncode is None:

@@ -5,7 +5,8 @@ Rules:
    and RoPE metadata are part of it), KV types and layout, engine build, every flag
    of the engine that is not known to be harmless, block size, namespace.
 2. What the composer adapts or what only changes speed is not: number of slots and
-   streams, context size, batch sizes, threads, GPU layers.
+   streams, batch sizes, threads, GPU layers; the context size only as far as RoPE
+   depends on it.
 3. Fields are named and length-prefixed, so that no two sets of fields collide.
 """
 
@@ -57,6 +58,39 @@ def kv_flags(arguments: Sequence[str]) -> tuple[str, ...]:
         else:
             i += 1 if has_value else 1 + values
     return tuple(found)
+
+
+INEXACT_FLAGS = (
+    # K and V of a token are then no function of the tokens before it
+    "--cache-reuse", "LLAMA_ARG_CACHE_REUSE",
+    # their contents and scales are not known here
+    "--lora", "--control-vector", "LLAMA_ARG_LORA", "LLAMA_ARG_CONTROL_VECTOR",
+)  # fmt: skip
+
+
+def inexact_flags(arguments: Sequence[str]) -> str:
+    """Return the first flag under which KV must not be shared at all, or ""."""
+    return next((arg for arg in arguments if arg.startswith(INEXACT_FLAGS)), "")
+
+
+def rope_context(
+    metadata: Mapping[str, object],
+    *,
+    architecture: str,
+    trained_tokens: int,
+    context_tokens: int,
+) -> str:
+    """Tell which of its RoPE factors a LongRoPE model uses: "long" or "short".
+
+    llama.cpp takes the long factors when a sequence's context is larger than the one
+    that the model was trained with at first (`rope.scaling.original_context_length`,
+    else `context_length`). For all other models the answer changes nothing but the
+    key, and only where the context exceeds the trained one.
+    """
+    key = f"{architecture}.rope.scaling.original_context_length"
+    original = metadata.get(key)
+    limit = original if isinstance(original, int) else trained_tokens
+    return "long" if context_tokens > limit else "short"
 
 
 def fingerprint(fields: Mapping[str, bytes | str | int]) -> Fingerprint:

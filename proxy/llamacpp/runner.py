@@ -10,23 +10,32 @@ A `Runner` is told apart from the process behind it: the process may be restarte
 3. A runner that repeatedly did not reuse what was restored is refused until it is
    restarted (`refuse`).
 4. The end of one process is one failure, however many turns notice it.
+5. Whoever is about to put KV into it, or has just taken KV out of it, asks first
+   whether it still is the process that was inspected (`check_process`): another one
+   behind the same address may have another model.
 """
 
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from proxy.blocks import Fingerprint
-from proxy.errors import KvbusError, StateFormatError
+from proxy.errors import KvbusError, RunnerGone, StateFormatError, UpstreamError
 from proxy.llamacpp import state
 from proxy.llamacpp.client import LlamaServerClient
-from proxy.llamacpp.fingerprint import default_block_size, fingerprint, kv_flags
+from proxy.llamacpp.fingerprint import (
+    default_block_size,
+    fingerprint,
+    inexact_flags,
+    kv_flags,
+    rope_context,
+)
 from proxy.llamacpp.gguf_facts import ModelFacts
-from proxy.llamacpp.slot_files import SlotDirectory
+from proxy.llamacpp.slot_files import SlotDirectory, remove_stale_files
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +68,11 @@ class Sharing:
         return fingerprint({**self.fields, "namespace": namespace})
 
 
+def _never_ends() -> bool:
+    """Answer for a process that cannot be watched; its KV is not shared."""
+    return True
+
+
 class Runner:
     """One llama-server of one model."""
 
@@ -85,6 +99,7 @@ class Runner:
         self.sharing: Sharing | None = None
         self.refusal = "not inspected yet"
         self.failure = ""
+        self._is_same_process: Callable[[], bool] = _never_ends
         self.lost = asyncio.Event()
         """Set while a turn could not reach it and its owner has not seen to it."""
         self._num_failures = 0
@@ -106,6 +121,13 @@ class Runner:
         """The runner's slot files; only where `sharing` is not None."""
         assert self._directory is not None, "the runner has no slot directory"
         return self._directory
+
+    def check_process(self) -> None:
+        """Raise RunnerGone unless the process that was inspected still runs."""
+        if not self._is_same_process():
+            reason = "its process has ended"
+            self.report_lost(reason)
+            raise RunnerGone(reason)
 
     def refuse(self, reason: str) -> None:
         """Share no KV of this runner until it is restarted."""
@@ -153,28 +175,38 @@ class Runner:
         client: LlamaServerClient,
         *,
         slot_directory: Path | None,
-        flags: Sequence[str] | None,
+        flags: Sequence[str],
         engine: str,
         pid: int | None,
+        refusal: str = "",
+        is_same_process: Callable[[], bool] = _never_ends,
     ) -> None:
         """Learn all about a llama-server that just came up, then tell the listener.
 
-        `flags` is its command line without the program, None where that cannot be
-        read; `engine` tells its build where it does not do so itself. Raises
+        `flags` is its command line without the program; `engine` tells its build
+        where it does not do so itself; `refusal` why its KV must not be shared, if it
+        is known already; `is_same_process` whether it has not ended, at once. Raises
         RunnerGone or UpstreamError.
         """
         props = await client.props()
         self._client = client
+        self._is_same_process = is_same_process
         self.pid = pid
-        self.num_slots = int(props["total_slots"])
-        self.context_tokens = int(props["default_generation_settings"]["n_ctx"])
+        self.num_slots, self.context_tokens = _read_props(props)
         self.close_files()
         self._directory = SlotDirectory(slot_directory) if slot_directory else None
-        self.sharing, self.refusal = None, ""
+        self.sharing, self.refusal = None, refusal
         try:
-            self.refusal = await self._learn_sharing(props, flags, engine)
-        except StateFormatError as exc:
+            async with asyncio.timeout(PROBE_TIMEOUT_SECONDS):
+                if not refusal:
+                    self.refusal = await self._learn_sharing(props, flags, engine)
+        except TimeoutError:
+            self.refusal = "saving a slot for a look at its layout takes too long"
+        except RunnerGone:
+            raise
+        except KvbusError as exc:
             self.refusal = str(exc)
+        self.check_process()
         if self.refusal:
             logger.warning(
                 "runner=%s event=sharing.off reason=%r", self.runner_id, self.refusal
@@ -185,15 +217,17 @@ class Runner:
         self._listener.runner_ready(self)
 
     async def _learn_sharing(
-        self, props: Mapping[str, Any], flags: Sequence[str] | None, engine: str
+        self, props: Mapping[str, Any], flags: Sequence[str], engine: str
     ) -> str:
         """Set `sharing`, or return why it cannot be."""
         if self._directory is None:
             return "the runner's slot directory is not known (--slot-save-path)"
-        if flags is None:
-            return "the runner's command line cannot be read"
+        inexact = inexact_flags(flags)
+        if inexact:
+            return f"its KV depends on more than the prompt: {inexact}"
         if await self.client.lora_adapters():
             return "the runner has LoRA adapters loaded"
+        await asyncio.to_thread(remove_stale_files, self._directory.path)
         layout = await self._probe_layout()
         if layout is None:
             return "saving a slot does not work on this runner"
@@ -214,6 +248,12 @@ class Runner:
                 "layout": layout.digest_fields(),
                 "build": build,
                 "flags": "\0".join(kv_flags(flags)),
+                "rope_context": rope_context(
+                    self.facts.metadata,
+                    architecture=self.facts.architecture,
+                    trained_tokens=self.facts.context_length,
+                    context_tokens=self.context_tokens,
+                ),
                 "block_size": block_size,
             },
         )
@@ -254,6 +294,15 @@ class Runner:
             return state.parse(data, len(data)).layout
         finally:
             file.close()
+
+
+def _read_props(props: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (slots, tokens of each). Raises UpstreamError."""
+    try:
+        context_tokens = int(props["default_generation_settings"]["n_ctx"])
+        return int(props["total_slots"]), context_tokens
+    except (KeyError, TypeError, ValueError) as exc:
+        raise UpstreamError(502, f"/props lacks {exc}: is it a llama-server?") from exc
 
 
 def _slot_to_probe(slots: Sequence[Mapping[str, Any]], num_slots: int) -> int:

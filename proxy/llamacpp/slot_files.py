@@ -146,7 +146,7 @@ async def _in_thread(work: Callable[[], _T], undo: Callable[[_T], None]) -> _T:
 
     def undo_result(done: asyncio.Future[_T]) -> None:
         if not done.cancelled() and done.exception() is None:
-            loop.run_in_executor(None, undo, done.result())
+            _ = loop.run_in_executor(None, undo, done.result())
 
     try:
         return await asyncio.shield(working)

@@ -10,22 +10,25 @@ Rules:
 4. All tasks belong to this owner; too many of them drop a commit, never a reply.
 5. Whoever needs a prefix that is on its way into the store can wait for it: an agent's
    next request comes within milliseconds of the answer, before the commit is done.
+   The wait is bounded by what commits took so far, and one in vain is the last for
+   `WAITS_OFF_SECONDS`.
 """
 
 import asyncio
 import logging
 import mmap
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from proxy.blocks import BlockKey, Fingerprint
-from proxy.errors import ReuseError, SlotError
+from proxy.errors import ReuseError, RunnerGone, SlotError
 from proxy.llamacpp import state
 from proxy.llamacpp.client import SavedSlot
 from proxy.llamacpp.runner import Sharing
 from proxy.llamacpp.slot_files import SaveFile
 from proxy.metrics import Metrics
 from proxy.prefix.hashing import TokenIds, common_prefix_tokens, hash_blocks
+from proxy.reuse.arbiter import Line
 from proxy.reuse.slots import Slot, SlotPool
 from proxy.store.base import BlockRef, BlockStore
 
@@ -39,6 +42,9 @@ MIN_SAVE_BOUND_SECONDS = 0.5
 SLOWEST_SAVE_BYTES_PER_SECOND = 200e6
 """A waiting request waits for a save at most size / this, or the minimum above."""
 SLOWEST_PUT_BYTES_PER_SECOND = 50e6
+WAIT_FACTOR = 1.5
+MIN_WAIT_SECONDS = 0.05
+WAITS_OFF_SECONDS = 30.0
 MAX_UNEXPECTED_TOKENS = 2
 """By so much the saved tokens may differ from prompt + reply: the last sampled token
 is not in the KV, and a stop string may end a reply one token early."""
@@ -54,6 +60,8 @@ class Committer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._under_way: set[_Commit] = set()
         self._puts = asyncio.Semaphore(MAX_CONCURRENT_PUTS)
+        self._cost = Line(fixed=0.03, slope=1 / 1e9, weight=0.5, at=5e7)
+        self._waits_off_until = 0.0
 
     def __repr__(self) -> str:
         return f"<Committer {len(self._tasks)} pending>"
@@ -81,19 +89,30 @@ class Committer:
         task.add_done_callback(self._tasks.discard)
 
     def coming_tokens(self, token_ids: TokenIds, fingerprint: Fingerprint) -> int:
-        """Tell how many leading tokens, in whole blocks, are being committed now."""
+        """Tell how many leading tokens, in whole blocks, are worth waiting for."""
+        if time.monotonic() < self._waits_off_until:
+            return 0
         commit = self._best_under_way(token_ids, fingerprint)
         return commit.shared_tokens(token_ids) if commit else 0
 
     async def wait_for(
         self, token_ids: TokenIds, fingerprint: Fingerprint, *, timeout_seconds: float
     ) -> None:
-        """Wait for the commit that `coming_tokens` speaks of, at most so long."""
+        """Wait for the commit that `coming_tokens` speaks of.
+
+        At most `timeout_seconds`, and not much longer than such a commit takes.
+        """
         commit = self._best_under_way(token_ids, fingerprint)
-        if commit is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_seconds):
-                    await commit.done.wait()
+        if commit is None:
+            return
+        spent = time.monotonic() - commit.started
+        expected = WAIT_FACTOR * self._cost.predict(float(commit.num_bytes))
+        bound = min(timeout_seconds, max(MIN_WAIT_SECONDS, expected - spent))
+        try:
+            async with asyncio.timeout(bound):
+                await commit.done.wait()
+        except TimeoutError:
+            self._waits_off_until = time.monotonic() + WAITS_OFF_SECONDS
 
     def _best_under_way(
         self, token_ids: TokenIds, fingerprint: Fingerprint
@@ -114,7 +133,7 @@ class Committer:
     async def _run(self, commit: "_Commit", store: BlockStore) -> None:
         try:
             result = await self._save_and_put(commit, store)
-        except ReuseError as exc:
+        except (ReuseError, RunnerGone) as exc:
             result = "failed"
             self._metrics.failed_open.labels("commit").inc()
             logger.warning(
@@ -130,6 +149,9 @@ class Committer:
             self._under_way.discard(commit)
             commit.done.set()
         self._metrics.commits.labels(result).inc()
+        if result == "stored":
+            seconds = time.monotonic() - commit.started
+            self._cost.observe(float(commit.num_bytes), seconds)
 
     async def _save_and_put(self, commit: "_Commit", store: BlockStore) -> str:
         num_blocks = commit.num_tokens // commit.sharing.block_size
@@ -153,8 +175,9 @@ class Committer:
         """Have the engine save the slot; None if that took longer than its bound."""
         runner, slot = commit.slot.runner, commit.slot
         name = runner.directory.new_name("save")
-        expected = commit.sharing.layout.kv_bytes_per_token * commit.num_tokens
-        bound = max(MIN_SAVE_BOUND_SECONDS, expected / SLOWEST_SAVE_BYTES_PER_SECOND)
+        bound = max(
+            MIN_SAVE_BOUND_SECONDS, commit.num_bytes / SLOWEST_SAVE_BYTES_PER_SECOND
+        )
         save = asyncio.ensure_future(
             runner.client.save_slot(
                 slot.slot_id, name, timeout_seconds=SAVE_TIMEOUT_SECONDS
@@ -175,6 +198,7 @@ class Committer:
         if saved is None:
             return None
         self._metrics.phase.labels("save").observe(saved.seconds)
+        runner.check_process()  # else it may be another one's KV that was saved
         return await runner.directory.open_saved(name, expected_bytes=saved.num_bytes)
 
     async def _put(
@@ -220,6 +244,8 @@ class _Commit:
         num_tokens: int,
     ) -> None:
         self.num_tokens = num_tokens
+        self.num_bytes = num_tokens * sharing.layout.kv_bytes_per_token
+        self.started = time.monotonic()
         self.slot = slot
         self.sharing = sharing
         self.fingerprint = fingerprint

@@ -57,6 +57,20 @@ class Model:
         """Return what is learned of one runner; it outlives the runner's restarts."""
         return self._costs.setdefault(runner.runner_id, CostModel())
 
+    def renew(self, facts: ModelFacts) -> None:
+        """Hear which model file a new process has loaded.
+
+        Another content under the same name is another model: its tokenizer is, and
+        runners of the old one are ended, to load the new one.
+        """
+        old, self.facts = self.facts, facts
+        if old.content_digest == facts.content_digest:
+            return
+        self._tokenizer = PrefixTokenizer(self._ask_tokenizer, facts.control_tokens)
+        for runner in self.runners:
+            if runner.facts.content_digest != facts.content_digest:
+                runner.report_lost("its model's file was replaced")
+
     def runner_ready(self, runner: Runner) -> None:
         """Take in the slots of a runner."""
         self.pool.add_runner(runner)

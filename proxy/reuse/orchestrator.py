@@ -1,8 +1,9 @@
 """The order of the steps of a turn: lease, lookup, prepare, forward, commit.
 
 Rules:
-1. Sharing KV never fails a request. `ReuseError` is caught here, in `_prepare` and in
-   the background commit, counted by stage, and the request goes on without it.
+1. Sharing KV never fails a request. What goes wrong with it is caught here, in
+   `_prepare`, and in the background commit, counted by stage, and the request goes on
+   without it.
 2. A slot is leased from before its restore until its save ended, was skipped, or took
    longer than its bound. What is read from a saved file happens after the lease.
 3. What a restore was worth is what the engine says (`cache_n`), not what was put in.
@@ -26,6 +27,7 @@ from proxy.errors import (
     SlotError,
     StoreError,
     StoreTimeout,
+    UpstreamError,
 )
 from proxy.llamacpp import state
 from proxy.llamacpp.runner import Sharing
@@ -102,10 +104,7 @@ class Orchestrator:
             route=request.route,
             prompt_tokens=len(request.token_ids),
         )
-        with trace.stage("load"):
-            await model.wait_ready()
-        with trace.stage("queue"):
-            slot = await model.pool.lease(request.token_ids)
+        slot = await _lease(model, request, trace)
         turn = ActiveTurn(request, slot, trace, trace.stages["load"])
         try:
             trace.runner_id, trace.slot_id = slot.runner.runner_id, slot.slot_id
@@ -129,8 +128,8 @@ class Orchestrator:
         trace.slot_tokens = common_prefix_tokens(slot.token_ids, token_ids)
         try:
             trace.plan = await self._plan_and_restore(turn, costs)
-        except ReuseError as exc:
-            stage = "store" if isinstance(exc, StoreError) else "slot"
+        except Exception as exc:  # a defect of ours fails no request either
+            stage = _stage_of(exc)
             self._metrics.failed_open.labels(stage).inc()
             logger.warning(
                 "event=failed_open id=%s runner=%s stage=%s reason=%r",
@@ -138,6 +137,7 @@ class Orchestrator:
                 trace.runner_id,
                 stage,
                 str(exc),
+                exc_info=None if isinstance(exc, ReuseError) else exc,
             )
             is_hot = common_prefix_tokens(slot.token_ids, token_ids) > 0
             trace.plan = ReusePlan(
@@ -280,6 +280,7 @@ class Orchestrator:
         )
 
     async def _load_slot(self, slot: Slot, name: str, token_ids: TokenIds) -> None:
+        slot.runner.check_process()
         slot.token_ids = NO_TOKENS  # a restore that fails empties the slot
         claimed = await slot.runner.client.restore_slot(
             slot.slot_id, name, timeout_seconds=RESTORE_TIMEOUT_SECONDS
@@ -289,16 +290,28 @@ class Orchestrator:
         slot.token_ids = token_ids
 
     def _finish(self, turn: ActiveTurn, model: Model) -> None:
-        """Learn from what happened; hand the slot to the committer, or free it."""
-        slot, trace, final = turn.slot, turn.trace, turn.final
-        token_ids = turn.request.token_ids
+        """Hand the slot to the committer, or free it; learn from what happened."""
+        trace, final = turn.trace, turn.final
         if final is None:
-            model.pool.release(slot)
-            logger.info("%s", trace.line())
-            return
-        trace.result = "complete"
-        self._learn(turn, model, final)
-        num_decoded = int(final.get("timings", {}).get("predicted_n", 0))
+            model.pool.release(turn.slot)
+        else:
+            trace.result = "complete"
+            try:
+                self._hand_over(turn, model, final)
+            except Exception:  # an answer that we do not understand
+                logger.exception("event=turn.defect id=%s", trace.request_id)
+                turn.slot.token_ids = NO_TOKENS
+                model.pool.release(turn.slot)
+            try:
+                self._learn(turn, model, final)
+            except Exception:
+                logger.exception("event=turn.defect id=%s", trace.request_id)
+        logger.info("%s", trace.line())
+
+    def _hand_over(self, turn: ActiveTurn, model: Model, final: dict[str, Any]) -> None:
+        """End the lease of a slot whose answer is complete, now or by a commit."""
+        slot, token_ids = turn.slot, turn.request.token_ids
+        num_decoded = int(final["timings"]["predicted_n"])
         num_kept = max(0, num_decoded - 1)  # the last one sampled is not in the KV
         slot.token_ids = np.concatenate([token_ids, turn.reply_ids(num_decoded)])
         is_intact = not final.get("truncated", False)
@@ -312,11 +325,10 @@ class Orchestrator:
         else:
             slot.token_ids = slot.token_ids if is_intact else NO_TOKENS
             model.pool.release(slot)
-        logger.info("%s", trace.line())
 
     def _learn(self, turn: ActiveTurn, model: Model, final: dict[str, Any]) -> None:
         trace, runner = turn.trace, turn.slot.runner
-        timings = final.get("timings", {})
+        timings = final["timings"]
         outcome = trace.outcome = ReuseOutcome(
             plan=trace.plan,
             prompt_tokens=trace.prompt_tokens,
@@ -356,3 +368,26 @@ class Orchestrator:
             f"the engine reused {outcome.reused_tokens} tokens"
             f" after {outcome.restored_tokens} were restored"
         )
+
+
+async def _lease(model: Model, request: RequestedTurn, trace: TurnTrace) -> Slot:
+    """Wait for a slot of a runner that still runs. Raises UpstreamError."""
+    while True:
+        with trace.stage("load"):
+            await model.wait_ready()
+        with trace.stage("queue"):
+            slot = await model.pool.lease(request.token_ids)
+        try:
+            slot.runner.check_process()
+        except RunnerGone:  # its listener has heard of it: the slot is none any more
+            model.pool.release(slot)
+        else:
+            return slot
+
+
+def _stage_of(error: Exception) -> str:
+    """Name the part that failed, as a label."""
+    if isinstance(error, StoreError):
+        return "store"
+    is_slot = isinstance(error, (ReuseError, UpstreamError))
+    return "slot" if is_slot else "defect"

@@ -65,6 +65,7 @@ class ActiveTurn:
             # another slot keeps it talking.
             "return_progress": True,
         }
+        self.slot.runner.check_process()
         client = self.slot.runner.client
         with self.trace.stage("forward"):
             async with client.stream_completion("/completion", body) as events:

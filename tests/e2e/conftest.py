@@ -13,12 +13,15 @@ Start = Callable[..., Kvbus]
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return tiny models: three llamas of one shape, one with a window."""
+    """Return tiny models: four llamas of one shape, one with a window."""
     directory = tmp_path_factory.mktemp("models")
     return {
         "tiny": write_tiny_model(directory / "tiny.gguf", seed=1),
         "endless": write_tiny_model(
             directory / "endless.gguf", seed=1, is_endless=True
+        ),
+        "longrope": write_tiny_model(
+            directory / "longrope.gguf", seed=1, longrope_tokens=4096
         ),
         "other": write_tiny_model(directory / "other.gguf", seed=2),
         "window": write_tiny_model(

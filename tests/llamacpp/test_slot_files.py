@@ -1,5 +1,6 @@
 """Slot files: allocated, reused, private, and an error where there is no room."""
 
+import asyncio
 import os
 import resource
 import subprocess
@@ -9,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from proxy.errors import SlotError
-from proxy.llamacpp.slot_files import MIN_RESTORE_BYTES, SlotDirectory
+from proxy.llamacpp.slot_files import (
+    MIN_RESTORE_BYTES,
+    SlotDirectory,
+    remove_stale_files,
+)
 
 
 async def test_a_restore_file_is_allocated_private_and_reused(tmp_path: Path) -> None:
@@ -145,3 +150,52 @@ async def test_a_file_that_somebody_cut_is_not_used_again(tmp_path: Path) -> Non
     other.view[-1:] = b"q"
     await directory.discard(other)
     assert not list(tmp_path.iterdir())
+
+
+def open_fds() -> int:
+    """Return how many descriptors this process has open."""
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+async def test_what_a_cancelled_task_had_made_is_closed(tmp_path: Path) -> None:
+    """A client that leaves while a file is allocated costs no file and no memory."""
+    directory = SlotDirectory(tmp_path)
+    before = open_fds()
+    kept = await directory.acquire(1)
+    await directory.release(kept)
+    for num_bytes in (1, 5 * MIN_RESTORE_BYTES, 5 * MIN_RESTORE_BYTES):
+        task = asyncio.create_task(directory.acquire(num_bytes))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    directory.close()
+    async with asyncio.timeout(10):
+        while list(tmp_path.iterdir()) or open_fds() > before:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_files_of_dead_owners_are_removed(tmp_path: Path) -> None:
+    """Only of owners that are no more: not our own, not anybody else's files."""
+    directory = SlotDirectory(tmp_path)
+    ours = await directory.acquire(1)
+    dead = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import sys\nfrom pathlib import Path\n"
+            "from proxy.llamacpp.slot_files import SlotDirectory\n"
+            "name = SlotDirectory(Path(sys.argv[1])).new_name('restore')\n"
+            "Path(sys.argv[1], name).write_bytes(b'x')\nprint(name)",
+            str(tmp_path),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    others = tmp_path / "kvbus-notes.txt"
+    others.write_text("mine")
+    assert (tmp_path / dead).exists()
+    remove_stale_files(tmp_path)
+    assert set(tmp_path.iterdir()) == {ours.path, others}
+    await directory.discard(ours)
