@@ -5,6 +5,8 @@ Rules:
    refused, not used.
 2. A process holds a lock on its own directory. A directory whose lock is free belongs
    to a process that died: `remove_stale` deletes it.
+3. A lock counts only while its file is where it was opened: between making and
+   locking it another process may find the lock free, and delete the directory.
 """
 
 import fcntl
@@ -54,12 +56,18 @@ class OwnedDirectory:
     """A fresh directory that lives as long as its process, or until `close`."""
 
     def __init__(self, parent: Path, prefix: str) -> None:
-        """Create it below `parent`, whose stale ones are removed first."""
-        ensure_private(parent)
-        remove_stale(parent, prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        self._lock = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        """Create it below `parent`, whose stale ones are removed first.
+
+        Raises ConfigError when `parent` cannot be used.
+        """
+        while True:
+            ensure_private(parent)
+            remove_stale(parent, prefix)
+            with suppress(FileNotFoundError):  # others remove an empty parent
+                self.path, self._lock = _make_locked(parent, prefix)
+                if _is_at(self.path / LOCK_NAME, self._lock):
+                    return
+                os.close(self._lock)
 
     def close(self) -> None:
         """Remove it and all that is in it; its parent too if it is empty then."""
@@ -67,6 +75,22 @@ class OwnedDirectory:
         os.close(self._lock)
         with suppress(OSError):
             self.path.parent.rmdir()
+
+
+def _make_locked(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Make a directory and take its lock, which may be void by then (rule 3)."""
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return path, lock
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Tell whether the open file is the one under this name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def remove_stale(parent: Path, prefix: str) -> None:
@@ -78,7 +102,8 @@ def remove_stale(parent: Path, prefix: str) -> None:
             continue  # just being made, or not one of ours
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
+            if _is_at(path / LOCK_NAME, lock):
+                shutil.rmtree(path, ignore_errors=True)
         except OSError:
             pass  # its process lives
         finally:
