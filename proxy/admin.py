@@ -1,11 +1,16 @@
 """What operators and monitors ask: is it alive, is it ready, what does it hold.
 
 `/livez` answers as soon as the process does, `/healthz` with 200 only when models and
-store were brought up. Management is for this host alone: `/kvcache/*` answers other
-hosts with 403.
+store were brought up. Rules:
+
+1. `/kvcache/*` is for this host alone: other hosts get 403.
+2. Where the front listens on loopback, `/metrics` and `/kvcache/*` answer a `Host` of
+   loopback alone. The front itself lets in every name that Ollama takes for this
+   machine's, and pages of strangers can point such a name here.
 """
 
 import ipaddress
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +35,13 @@ class Admin:
         metrics: Metrics,
         store: BlockStore | None,
         is_ready: Callable[[], bool],
+        is_loopback_listener: bool,
     ) -> None:
         self._catalog = catalog
         self._metrics = metrics
         self._store = store
         self._is_ready = is_ready
+        self._is_loopback_listener = is_loopback_listener
 
     def routes(self) -> list[web.RouteDef]:
         """List the routes."""
@@ -54,6 +61,8 @@ class Admin:
         return web.Response(text="not ready", status=503)
 
     async def _handle_metrics(self, request: web.Request) -> web.Response:
+        if self._is_loopback_listener and not _is_asked_by_loopback_name(request):
+            return _refusal()
         await self._refresh_gauges()
         return web.Response(
             body=generate_latest(self._metrics.registry),
@@ -62,9 +71,9 @@ class Admin:
 
     async def _handle_status(self, request: web.Request) -> web.Response:
         if not _is_local(request.remote):
-            return web.json_response(
-                {"error": "this route answers its own host only"}, status=403
-            )
+            return _refusal()
+        if self._is_loopback_listener and not _is_asked_by_loopback_name(request):
+            return _refusal()
         status = {
             "ready": self._is_ready(),
             "store": await self._store_status(),
@@ -131,3 +140,29 @@ def _is_local(remote: str | None) -> bool:
         return ipaddress.ip_address(remote or "").is_loopback
     except ValueError:
         return False
+
+
+def _refusal() -> web.Response:
+    return web.json_response(
+        {"error": "this route answers its own host only"}, status=403
+    )
+
+
+def _is_asked_by_loopback_name(request: web.Request) -> bool:
+    """Tell whether all names that a request calls us by are names of loopback."""
+    names = request.headers.getall("Host", [""])
+    if "://" in request.raw_path.partition("?")[0]:
+        names.append(request.url.authority)
+    return all(map(_is_loopback_name, names))
+
+
+def _is_loopback_name(host: str) -> bool:
+    match = re.fullmatch(r"(?:\[([^\]]*)\]|([^:]*))(?::\d*)?", host)
+    if match is None:
+        return False
+    try:
+        address = ipaddress.ip_address(match[1] or match[2])
+    except ValueError:
+        name = (match[2] or "").lower()
+        return name == "localhost" or name.endswith(".localhost")
+    return address.is_loopback

@@ -54,18 +54,12 @@ class Application:
         self.catalog = ModelCatalog()
         store_options = options.store_options()
         self._supervisor = StoreSupervisor(store_options) if store_options else None
-        store = self._supervisor.client if self._supervisor else None
+        self._store = self._supervisor.client if self._supervisor else None
         self._orchestrator = Orchestrator(
             catalog=self.catalog,
-            store=store,
+            store=self._store,
             mode=options.restore,
             metrics=self.metrics,
-        )
-        self._admin = Admin(
-            catalog=self.catalog,
-            metrics=self.metrics,
-            store=store,
-            is_ready=lambda: self.is_ready,
         )
         # the mutable state
         self.is_ready = False
@@ -117,12 +111,11 @@ class Application:
     async def _listen(self) -> web.AppRunner:
         host, port = self._options.listen
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        addresses = await _resolve(host, port)
+        is_loopback = all(map(_is_loopback, await _resolve(host, port)))
         install_guard(
             app,
             GuardOptions(
-                is_loopback_listener=all(map(_is_loopback, addresses)),
-                origins=self._options.origins,
+                is_loopback_listener=is_loopback, origins=self._options.origins
             ),
         )
         api = OllamaApi(
@@ -131,9 +124,16 @@ class Application:
             observer=MetricsObserver(self.metrics),
             options=ApiOptions(response_headers=self._options.response_headers),
         )
+        admin = Admin(
+            catalog=self.catalog,
+            metrics=self.metrics,
+            store=self._store,
+            is_ready=lambda: self.is_ready,
+            is_loopback_listener=is_loopback,
+        )
         app.middlewares.append(self._in_flight.middleware())
         app.add_routes(api.routes())
-        app.add_routes(self._admin.routes())
+        app.add_routes(admin.routes())
         front = web.AppRunner(
             app,
             access_log=None,
