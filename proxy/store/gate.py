@@ -24,6 +24,10 @@ QUEUE_SECONDS = 0.25
 """A call that finds no free thread for so long is refused."""
 
 
+class CallNotStartedError(StoreError):
+    """The call was refused before it began: nothing of it will happen later."""
+
+
 class CallGate:
     """Runs calls that may hang. Safe for several threads."""
 
@@ -44,7 +48,11 @@ class CallGate:
         return self._shut_reason
 
     def run(self, call: Callable[[], _T], *, timeout_seconds: float) -> _T:
-        """Return what `call` returns. Raises StoreError, StoreTimeout, or its error."""
+        """Return what `call` returns.
+
+        Raises CallNotStartedError; StoreError or StoreTimeout where the call was given
+        up and may still be going on; or the call's own error.
+        """
         end = time.monotonic() + timeout_seconds
         result: Future[_T] = Future()
         with self._condition:
@@ -53,9 +61,9 @@ class CallGate:
                 timeout=min(QUEUE_SECONDS, timeout_seconds),
             )
             if self._shut_reason:
-                raise StoreError(self._shut_reason)
+                raise CallNotStartedError(self._shut_reason)
             if len(self._outstanding) >= MAX_CALLS:
-                raise StoreError("too many calls are in flight")
+                raise CallNotStartedError("too many calls are in flight")
             self._outstanding.add(result)  # type: ignore[arg-type]
             self._condition.notify_all()
             self._pool.submit(self._enter, result, call)

@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 15.0
 """For a store to become ready: import, master, segments; about 1 s when idle."""
 FROZEN_SECONDS = 2.0
-STOP_SECONDS = 3.0
+STOP_SECONDS = 1.0
+"""For a store to end by itself; after that it is killed: what it holds is in memory,
+and its disk tier bears that at any moment."""
 _LOOK_SECONDS = 0.25
 _CONNECT_SECONDS = 0.03
 _MAX_LOG_BYTES = 1 << 20
@@ -79,10 +81,13 @@ class StoreSupervisor:
             self._watcher = None
         hello = self.client.hello
         others = await self.client.close()
-        if others == 0 and hello is not None and hello.linger_seconds is not None:
-            await self._see_it_end(hello.pid)
-        elif hello is None:
+        if hello is None:
             await self._end_child()  # never met
+        elif hello.linger_seconds is not None:
+            if others is None:  # it does not answer: frozen, or gone
+                self._kill_frozen()
+            if not others:
+                await self._see_it_end(hello.pid)
         self._is_child_running()  # reaps it
 
     async def _bring_up(self) -> None:

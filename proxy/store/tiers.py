@@ -5,7 +5,9 @@ Rules:
    between the tiers in one thread of its own, by key, read again when their turn
    comes: so a queue of keys needs no memory, and what is gone by then is skipped.
 2. A full queue drops: the tier below is a cache as well.
-3. Trouble in RAM (its master restarts) leaves the disk readable.
+3. Trouble in RAM (its master restarts) leaves the disk readable. But a read out of RAM
+   that was given up on the way may still write to the slot file: that call fails, so
+   that nobody uses the file again.
 """
 
 import logging
@@ -20,6 +22,7 @@ from proxy.errors import StoreError
 from proxy.store.backend import Backend, Transfer
 from proxy.store.base import PutOutcome
 from proxy.store.envelope import Bytes
+from proxy.store.gate import CallNotStartedError
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +79,7 @@ class TieredBackend:
         """See `Backend.get`."""
         try:
             filled = self._ram.get(transfer)
-        except StoreError:
-            if transfer.is_given_up:
-                raise
+        except CallNotStartedError:
             filled = [False] * len(transfer.blocks)
         missing = [i for i, is_filled in enumerate(filled) if not is_filled]
         if not missing:

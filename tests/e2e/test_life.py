@@ -203,3 +203,19 @@ def test_slot_files_are_private(kvbus: Kvbus, models: dict[str, Path]) -> None:
         assert path.stat().st_uid == os.getuid()
     text = kvbus.log_text()
     assert "lighthouse" not in text
+
+
+def test_a_frozen_store_is_not_left_behind(
+    kvbus: Kvbus, models: dict[str, Path]
+) -> None:
+    """Ended while its store hangs, kvbus takes the store along, in time."""
+    kvbus.start(
+        "--model", f"tiny={models['tiny']}", *store_arguments("embedded", kvbus)
+    )
+    store = kvbus.status()["store"]["pid"]
+    family = [store, *children_of(store)]
+    os.kill(store, signal.SIGSTOP)
+    assert kvbus.stop() < 5.0
+    kvbus.wait(lambda: not any(map(is_alive, family)), seconds=2, what="the end")
+    # a killed store cannot unlink its socket; the next one replaces it
+    assert [path.name[:6] for path in leftovers(kvbus)] == ["store-"]
