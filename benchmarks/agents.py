@@ -37,6 +37,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.results import Headline, Report, Spread
 from proxy.model_files import default_cache_dir, ensure_default_model
+from proxy.serving import cpu_share
 from tests.models import write_tiny_model
 
 QUESTIONS = (
@@ -85,6 +86,7 @@ def run(is_quick: bool) -> Report:
         "agents": len(scenario.agents),
         "runners": NUM_RUNNERS,
         "slots_per_runner": 1,
+        "threads_per_runner": cpu_share(NUM_RUNNERS),
         "context_tokens": CONTEXT_TOKENS,
         "reply_tokens": REPLY_TOKENS,
         "shared_tokens": prefix,

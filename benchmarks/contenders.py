@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from benchmarks.serving import Endpoint, Reply, store_in_use, stream
 from proxy.model_files import default_cache_dir
+from proxy.serving import cpu_share
 from tests.e2e.processes import Kvbus
 from tests.runners import Runner, running
 
@@ -86,9 +87,12 @@ class Bound:
         self._runners = [self._start(stack) for stack in self._stacks]
 
     def _start(self, stack: ExitStack) -> Runner:
-        cache = ("--cache-ram", str(ENGINE_CACHE_MIB if self._keeps else 0))
+        flags = (
+            "--cache-ram", str(ENGINE_CACHE_MIB if self._keeps else 0),
+            "--threads", str(cpu_share(NUM_RUNNERS)),
+        )  # fmt: skip
         server = running(
-            self._scenario.model, *cache, ctx_size=CONTEXT_TOKENS, parallel=1
+            self._scenario.model, *flags, ctx_size=CONTEXT_TOKENS, parallel=1
         )
         return stack.enter_context(server)
 
@@ -194,6 +198,7 @@ def play_kvbus(scenario: Scenario) -> tuple[list[Asked], dict[str, Any]]:
     flags = (
         "--model", f"{scenario.model_name}={scenario.model}",
         "--runners", str(NUM_RUNNERS), "--ctx", str(CONTEXT_TOKENS),
+        "--threads", str(cpu_share(NUM_RUNNERS)),
         *scenario.kvbus_flags,
     )  # fmt: skip
     with store_in_use(default_cache_dir(), *flags) as (kvbus, store):
