@@ -16,16 +16,21 @@ from tests.e2e.test_sharing import TEXT, store_arguments
 
 @contextmanager
 def llama_server(
-    model: Path, *flags: str, port: int = 0, alias: str = "given"
+    model: Path,
+    *flags: str,
+    port: int = 0,
+    alias: str = "given",
+    shows_slots: bool = True,
 ) -> Iterator[str]:
     """Run a llama-server with a slot directory; gives its URL."""
+    flags = (*flags, "--slots") if shows_slots else flags
     with tempfile.TemporaryDirectory(prefix="kvbus-e2e-", dir=shm_dir()) as slots:
         process = subprocess.Popen(
             [
                 sys.executable, "-m", "proxy.llamacpp.server",
                 "--model", str(model), "--alias", alias,
                 "--host", "127.0.0.1", "--port", str(port), "--ctx-size", "8192",
-                "--slot-save-path", slots, "--slots", "--threads", "1", *flags,
+                "--slot-save-path", slots, "--threads", "1", *flags,
             ],
             stdout=subprocess.PIPE,
         )  # fmt: skip
@@ -107,6 +112,18 @@ def test_one_name_for_two_models_is_refused(
         pytest.raises(AssertionError, match="different models called given"),
     ):
         kvbus.start("--upstream", one, "--upstream", other, "--store", "none")
+
+
+def test_a_server_that_hides_its_slots_is_used_plainly(
+    kvbus: Kvbus, models: dict[str, Path]
+) -> None:
+    """Where /slots is switched off nothing can be learned, but all is answered."""
+    with llama_server(models["tiny"], shows_slots=False) as url:
+        kvbus.start("--upstream", url, *store_arguments("disk", kvbus))
+        runner = kvbus.status()["models"][0]["runners"][0]
+        assert not runner["sharing"]
+        assert "slots" in runner["reason"]
+        assert kvbus.generate("given", TEXT)["done"]
 
 
 @pytest.mark.parametrize("flag", ["--kv-unified", "--no-slot-dir"])

@@ -1,0 +1,241 @@
+"""Turns over a misbehaving runner and store: always answered, never wrongly counted."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxy.errors import StoreError, StoreTimeout
+from proxy.llamacpp.client import LlamaServerClient
+from proxy.llamacpp.gguf_facts import ModelFacts
+from proxy.llamacpp.runner import Runner
+from proxy.metrics import Metrics
+from proxy.ollama.backend import ReuseOptions, TurnRequest
+from proxy.reuse.models import Model, ModelCatalog
+from proxy.reuse.orchestrator import Orchestrator
+from proxy.reuse.plan import RestoreMode
+from proxy.reuse.trace import TurnTrace
+from proxy.reuse.turn import ActiveTurn
+from tests.fakes.fake_llama_server import FakeLlamaServer, fake_llama_server
+from tests.fakes.memory_store import MemoryStore
+
+PROMPT = np.arange(100, 150, dtype=np.int32)
+OTHER = np.arange(500, 550, dtype=np.int32)
+BLOCK = 16
+
+
+@dataclass
+class Bench:
+    """An orchestrator with one model, one fake runner and a store in memory."""
+
+    server: FakeLlamaServer
+    store: MemoryStore
+    metrics: Metrics
+    model: Model
+    runner: Runner
+    orchestrator: Orchestrator
+
+    async def ask(self, token_ids: Any = PROMPT) -> TurnTrace:  # noqa: ANN401
+        """Have a prompt continued and committed; returns what is known of it."""
+        request = TurnRequest(
+            model=self.model,
+            token_ids=token_ids,
+            body={"n_predict": 3},
+            route="/api/generate",
+            reuse=ReuseOptions(),
+        )
+        async with self.orchestrator.turn(request) as turn:
+            assert isinstance(turn, ActiveTurn)
+            events = [event async for event in turn.events()]
+        assert events[-1]["stop"]
+        await self.orchestrator.drain(timeout_seconds=5)
+        assert "0/1 leased" in repr(self.model.pool)
+        return turn.trace
+
+    def value(self, name: str) -> float:
+        """Return the sum of a counter over its labels."""
+        return sum(
+            sample.value
+            for metric in self.metrics.registry.collect()
+            for sample in metric.samples
+            if sample.name == f"kvbus_{name}_total"
+        )
+
+
+def facts() -> ModelFacts:
+    """Return the facts of a model that does not exist."""
+    return ModelFacts(
+        path="/m.gguf",
+        size_bytes=1,
+        mtime_ns=0,
+        content_digest="d",
+        file_sha256=None,
+        architecture="llama",
+        name="m",
+        parameter_count=1,
+        parameter_size="1",
+        quantization_level="F16",
+        context_length=4096,
+        embedding_length=1,
+        block_count=2,
+        head_count=1,
+        head_count_kv=1,
+        chat_template="",
+        tokenizer_model="",
+        tokenizer_pre="",
+        bos_id=None,
+        eos_id=None,
+        add_bos=False,
+        control_tokens=(),
+        longest_token_bytes=1,
+        license="",
+    )
+
+
+@asynccontextmanager
+async def bench() -> AsyncIterator[Bench]:
+    """Build all of it; a restore is made whenever something is stored."""
+    async with fake_llama_server() as server:
+        metrics, store = Metrics(), MemoryStore()
+        catalog = ModelCatalog()
+        model = Model(name="m:latest", facts=facts(), metrics=metrics)
+        catalog.add(model)
+        runner = Runner(
+            runner_id="m/0",
+            facts=model.facts,
+            listener=model,
+            block_size=BLOCK,
+            patience=1,
+        )
+        model.runners.append(runner)
+        client = LlamaServerClient(url=server.url)
+        await runner.inspect(
+            client,
+            slot_directory=server.slot_directory,
+            flags=(),
+            engine="",
+            pid=None,
+        )
+        orchestrator = Orchestrator(
+            catalog=catalog, store=store, mode=RestoreMode.ALWAYS, metrics=metrics
+        )
+        try:
+            yield Bench(server, store, metrics, model, runner, orchestrator)
+        finally:
+            runner.close_files()
+            await client.close()
+
+
+async def test_a_prefix_is_stored_and_restored() -> None:
+    """The way it should be: three blocks stored, restored, and confirmed."""
+    async with bench() as it:
+        await it.ask()
+        assert len(it.store.blocks) == 3
+        await it.ask(OTHER)
+        trace = await it.ask()
+        assert (trace.restored_tokens, it.value("avoided_prefill_tokens")) == (48, 48)
+        assert it.server.calls[-2:] == ["restore", "completion 48"]
+        again = await it.ask()
+        assert (again.restored_tokens, again.slot_tokens) == (0, 50)
+        assert it.value("failed_open") == 0
+
+
+async def test_what_the_engine_did_not_reuse_is_not_counted() -> None:
+    """Two restores without effect: nothing counted, and no third one is tried."""
+    async with bench() as it:
+        await it.ask()
+        it.server.reuses_nothing = True
+        for number in (1, 2):
+            await it.ask(OTHER + 100 * number)  # seen for the first time
+            trace = await it.ask()
+            assert trace.restored_tokens == 48
+        assert it.value("avoided_prefill_tokens") == 0
+        assert it.value("restore_ineffective") == 2
+        assert it.runner.sharing is None
+        assert "reused 0 tokens" in it.runner.refusal
+        trace = await it.ask()
+        assert trace.restored_tokens == 0
+
+
+@pytest.mark.parametrize("quirk", ["refuses_restores", "restores_less"])
+async def test_a_failed_restore_is_a_plain_turn(quirk: str) -> None:
+    """It is answered, counted as failed open, and the slot is believed empty."""
+    async with bench() as it:
+        await it.ask()
+        await it.ask(OTHER)
+        setattr(it.server, quirk, True)
+        trace = await it.ask()
+        assert (trace.result, trace.restored_tokens) == ("complete", 0)
+        assert trace.plan.reason == "slot failed"
+        assert it.value("failed_open") == 1
+        assert it.value("avoided_prefill_tokens") == 0
+        assert len(it.store.blocks) == 6, "no stored block is given up for it"
+
+
+@pytest.mark.parametrize("quirk", ["saves_nothing", "saves_other_tokens"])
+async def test_a_bad_save_is_not_stored(quirk: str) -> None:
+    """An empty save, or one of other tokens, publishes nothing."""
+    async with bench() as it:
+        setattr(it.server, quirk, True)
+        await it.ask()
+        assert it.store.blocks == {}
+        assert it.value("failed_open") == 1
+        assert not list(it.server.slot_directory.glob("*save*"))
+
+
+async def test_an_answer_that_is_not_understood_frees_its_slot() -> None:
+    """A final event without timings costs nothing but the knowledge of the slot."""
+    async with bench() as it:
+        it.server.has_no_timings = True
+        await it.ask()
+        it.server.has_no_timings = False
+        assert (await it.ask()).slot_tokens == 0
+
+
+@pytest.mark.parametrize("error", [StoreError("away"), StoreTimeout("slow")])
+async def test_a_store_that_fails_costs_no_turn(error: StoreError) -> None:
+    """Lookup and commit fail open; with the store back all goes on."""
+    async with bench() as it:
+        it.store.fail_with = error
+        trace = await it.ask()
+        assert (trace.result, trace.plan.reason) == ("complete", "store failed")
+        assert it.value("failed_open") == 2
+        it.store.fail_with = None
+        await it.ask(OTHER)
+        assert len(it.store.blocks) == 3
+
+
+async def test_a_defect_of_ours_costs_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is raised on the way to a restore, the request is answered."""
+    async with bench() as it:
+        await it.ask()
+        await it.ask(OTHER)
+
+        def break_down(*args: object, **kwargs: object) -> None:
+            raise ValueError("a defect")
+
+        monkeypatch.setattr("proxy.llamacpp.state.write_frame", break_down)
+        trace = await it.ask()
+        assert (trace.result, trace.plan.reason) == ("complete", "defect failed")
+
+
+async def test_namespaces_do_not_share() -> None:
+    """What is stored under one namespace is a miss under another."""
+    async with bench() as it:
+        await it.ask()
+        await it.ask(OTHER)
+        request = TurnRequest(
+            model=it.model,
+            token_ids=PROMPT,
+            body={"n_predict": 3},
+            route="/api/generate",
+            reuse=ReuseOptions(namespace="tenant"),
+        )
+        async with it.orchestrator.turn(request) as turn:
+            assert turn.restored_tokens == 0
+            async for _ in turn.events():
+                pass
+        await it.orchestrator.drain(timeout_seconds=5)
