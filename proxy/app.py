@@ -21,6 +21,7 @@ from proxy.admin import Admin
 from proxy.config import ServeOptions
 from proxy.errors import ConfigError, StoreError
 from proxy.in_flight import InFlight
+from proxy.metered_store import MeteredStore
 from proxy.metrics import Metrics
 from proxy.model_files import DEFAULT_MODEL_NAME, fetch_default_model
 from proxy.observer import MetricsObserver
@@ -57,7 +58,7 @@ class Application:
         self._store = self._supervisor.client if self._supervisor else None
         self._orchestrator = Orchestrator(
             catalog=self.catalog,
-            store=self._store,
+            store=MeteredStore(self._store, self.metrics) if self._store else None,
             mode=options.restore,
             metrics=self.metrics,
         )
@@ -111,6 +112,8 @@ class Application:
     async def _listen(self) -> web.AppRunner:
         host, port = self._options.listen
         app = web.Application(client_max_size=MAX_BODY_BYTES)
+        observer = MetricsObserver(self.metrics)
+        app.middlewares.append(observer.middleware())
         is_loopback = all(map(_is_loopback, await _resolve(host, port)))
         install_guard(
             app,
@@ -121,7 +124,7 @@ class Application:
         api = OllamaApi(
             self.catalog,
             self._orchestrator,
-            observer=MetricsObserver(self.metrics),
+            observer=observer,
             options=ApiOptions(response_headers=self._options.response_headers),
         )
         admin = Admin(

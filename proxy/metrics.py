@@ -93,6 +93,12 @@ class Metrics:
             "Ends and failed starts.",
             "model",
         )
+        self.store_errors = counter(
+            "store_errors_total", "Calls to the store that failed.", "call"
+        )
+        self.store_timeouts = counter(
+            "store_timeouts_total", "Calls to the store without an answer.", "call"
+        )
         self.store_up = gauge("store_up", "Whether the block store can be used now.")
         self.store_used_bytes = gauge("store_used_bytes", "Bytes that the store holds.")
         self.store_capacity_bytes = gauge(
