@@ -22,6 +22,7 @@ import numpy as np
 
 from proxy.blocks import BlockKey, Fingerprint
 from proxy.errors import (
+    KvbusError,
     ReuseError,
     RunnerGone,
     SlotError,
@@ -137,7 +138,7 @@ class Orchestrator:
                 trace.runner_id,
                 stage,
                 str(exc),
-                exc_info=None if isinstance(exc, ReuseError) else exc,
+                exc_info=None if isinstance(exc, KvbusError) else exc,
             )
             is_hot = common_prefix_tokens(slot.token_ids, token_ids) > 0
             trace.plan = ReusePlan(
