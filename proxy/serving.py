@@ -214,7 +214,10 @@ class Serving:
             self._catalog.add(model)
         elif model.facts.content_digest != facts.content_digest:
             if model.runners:
-                raise ConfigError(f"two servers have different models called {name}")
+                raise ConfigError(
+                    f"two servers have different models called {name}, or the model of"
+                    " one cannot be seen"
+                )
             self._catalog.remove(model)
             return self._model_of(props, facts)
         return model

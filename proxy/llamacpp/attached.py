@@ -11,6 +11,7 @@ front of it, its KV is not shared. Rules:
 import asyncio
 import os
 import select
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from proxy.llamacpp.runner import Runner
 POLL_SECONDS = 1.0
 PATIENCE = 1
 """Requests do not wait for a server that we cannot start."""
+
+CLOCK_TICKS_SECONDS = 0.02
+"""Start times are told in ticks of 10 ms; a server needs longer to open its model."""
 
 TCP_LISTEN_STATE = "0A"
 """Kernel, include/net/tcp_states.h: TCP_LISTEN."""
@@ -83,11 +87,10 @@ class LocalProcess:
 
     @property
     def started_at(self) -> float:
-        """When it was started, in seconds since the epoch; to a hundredth or so."""
-        stat = Path("/proc/stat").read_text()
-        boot = next(line for line in stat.splitlines() if line.startswith("btime"))
-        ticks = os.sysconf("SC_CLK_TCK")
-        return int(boot.split()[1]) + int(self.started) / ticks
+        """When it was started, in seconds since the epoch, to a clock tick."""
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        age = since_boot - int(self.started) / os.sysconf("SC_CLK_TCK")
+        return time.time() - age
 
     @property
     def model_variable(self) -> str | None:
@@ -227,7 +230,7 @@ def look_at(process: LocalProcess | None, url: str, model_path: str) -> str:
         changed = process.resolve(named).stat().st_ctime
     except OSError as exc:
         return f"the runner's model file cannot be read: {exc.strerror}"
-    if changed > process.started_at:
+    if changed > process.started_at + CLOCK_TICKS_SECONDS:
         return "the model's file was changed after the runner had started"
     return ""
 
