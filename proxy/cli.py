@@ -48,9 +48,11 @@ def _parser() -> argparse.ArgumentParser:
         "store",
         help="run the block store as a service of its own",
         description="Run the block store until it is ended; `kvbus serve` with the"
-        " same store settings finds and uses it.",
+        " same store settings finds and uses it. Each option can also be given by the"
+        " environment variable in brackets, or in the file given with --config, which"
+        " may be the one of `kvbus serve`.",
     )
-    config.add_arguments(store)
+    config.add_arguments(store, is_for_store=True)
     store.set_defaults(run=_store)
 
     model = commands.add_parser("model", help="the model that comes along")

@@ -4,6 +4,8 @@ One table (`SETTINGS`) makes the flags, the KVBUS_* variables, the keys of the T
 file and the help. Rules:
 1. A wrong value is one clear line (`ConfigError`) that names where it came from.
 2. An unknown key in the file is an error with the nearest known name.
+3. In the environment several values are separated by `;` or line ends: paths may have
+   blanks, and URLs have colons.
 """
 
 import argparse
@@ -119,6 +121,8 @@ class Setting:
     metavar: str
     help: str
     repeatable: bool = False
+    is_of_store: bool = False
+    """Whether `kvbus store` has it too."""
 
     @property
     def attribute(self) -> str:
@@ -197,6 +201,7 @@ SETTINGS: tuple[Setting, ...] = (
         "embedded",
         "embedded|mooncake://HOST:PORT|disk:DIR|none",
         "where KV blocks live",
+        is_of_store=True,
     ),
     Setting(
         "store-size",
@@ -205,6 +210,7 @@ SETTINGS: tuple[Setting, ...] = (
         "SIZE",
         "memory of the store, or of a disk store its size (default: a quarter of"
         " the free memory, at most 4G; disk: 8G)",
+        is_of_store=True,
     ),
     Setting(
         "store-disk",
@@ -212,6 +218,7 @@ SETTINGS: tuple[Setting, ...] = (
         "0",
         "SIZE",
         "size of a disk tier below the memory; 0: none",
+        is_of_store=True,
     ),
     Setting(
         "store-expose",
@@ -219,6 +226,7 @@ SETTINGS: tuple[Setting, ...] = (
         "false",
         "true|false",
         "allow an embedded store that others on the network can read and write",
+        is_of_store=True,
     ),
     Setting(
         "restore",
@@ -247,9 +255,15 @@ SETTINGS: tuple[Setting, ...] = (
         None,
         "DIR",
         "models and disk blocks (default: user's cache)",
+        is_of_store=True,
     ),
     Setting(
-        "runtime-dir", _path, None, "DIR", "sockets and locks (default: user's own)"
+        "runtime-dir",
+        _path,
+        None,
+        "DIR",
+        "sockets and locks (default: user's own)",
+        is_of_store=True,
     ),
     Setting(
         "slot-dir", _path, None, "DIR", "slot files (default: in /dev/shm, if there)"
@@ -341,18 +355,25 @@ class ServeOptions:
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each setting, and --config."""
+def add_arguments(
+    parser: argparse.ArgumentParser, *, is_for_store: bool = False
+) -> None:
+    """Add --config, and a flag for each setting, or for those of a store alone."""
     parser.add_argument(
         "--config", metavar="FILE.toml", help="read settings from this file"
     )
     for setting in SETTINGS:
+        if is_for_store and not setting.is_of_store:
+            continue
         default = f" (default: {setting.default})" if setting.default else ""
+        several = ", separated by ;" if setting.repeatable else ""
         parser.add_argument(
             f"--{setting.name}",
             metavar=setting.metavar,
             action="append" if setting.repeatable else "store",
-            help=f"{setting.help}{default} [{setting.variable}]".replace("%", "%%"),
+            help=f"{setting.help}{default} [{setting.variable}{several}]".replace(
+                "%", "%%"
+            ),
         )
 
 
@@ -381,14 +402,18 @@ def _find(
         return (given if setting.repeatable else [given]), f"--{setting.name}"
     if setting.variable in environment:
         text = environment[setting.variable]
-        parts = text.split() if setting.repeatable else [text]
-        return parts, setting.variable
+        return (_several(text) if setting.repeatable else [text]), setting.variable
     if setting.name in file:
         value = file[setting.name]
         many = value if isinstance(value, list) else [value]
         texts = [str(v).lower() if isinstance(v, bool) else str(v) for v in many]
         return texts, f"{setting.name} in the file"
     return ([] if setting.default is None else [setting.default]), ""
+
+
+def _several(text: str) -> list[str]:
+    """Split the value of a variable (rule 3)."""
+    return [part for part in map(str.strip, re.split(r"[;\r\n]", text)) if part]
 
 
 def _parse(setting: Setting, raw: Sequence[str], source: str) -> Any:  # noqa: ANN401

@@ -1,13 +1,14 @@
 """Settings: precedence, types, and one clear line for each mistake."""
 
 import argparse
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from proxy import config
+from proxy import cli, config
 from proxy.config import ServeOptions
 from proxy.errors import ConfigError
 from proxy.reuse.plan import RestoreMode
@@ -145,3 +146,65 @@ def test_types() -> None:
     store = load("--store", "disk:/tmp/x", "--store-size", "1G").store_options()
     assert store is not None
     assert (store.kind, store.disk_size_bytes) == ("disk", 1 << 30)
+
+
+def test_several_values_in_the_environment() -> None:
+    """Semicolons and line ends separate values; blanks within them are kept."""
+    text = " a=/my models/a.gguf ;b=/b.gguf;\nc:1b=/c d.gguf\r\n"
+    options = load(KVBUS_MODEL=text, KVBUS_ORIGINS="", KVBUS_UPSTREAM="")
+    assert options.model == (
+        ("a", Path("/my models/a.gguf")),
+        ("b", Path("/b.gguf")),
+        ("c:1b", Path("/c d.gguf")),
+    )
+    assert (options.origins, options.upstream) == ((), ())
+    options = load(KVBUS_UPSTREAM="http://[::1]:1#slot-dir=/a b;http://h:2")
+    assert [upstream.url for upstream in options.upstream] == [
+        "http://[::1]:1",
+        "http://h:2",
+    ]
+
+
+def test_a_store_takes_its_own_settings_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`kvbus store` offers what tells stores apart or sizes them, and no more."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["store", "--help"])
+    assert caught.value.code == 0
+    help_text = capsys.readouterr().out
+    names = {setting.name for setting in config.SETTINGS if setting.is_of_store}
+    offered = set(re.findall(r"^  --([\w-]+)", help_text, re.MULTILINE))
+    assert offered == {*names, "config"}
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["store", "--listen", ":1"])
+    assert caught.value.code == 2
+    assert "--listen" in capsys.readouterr().err
+
+
+def test_the_settings_of_a_store_are_all_that_it_reads(tmp_path: Path) -> None:
+    """Each setting that changes what a store is told is one that it offers."""
+    flags = [f"--runtime-dir={tmp_path}", "--store-size=2G"]
+    base = load(*flags).store_options()
+    other = {
+        "store": f"disk:{tmp_path}",
+        "store-size": "1G",
+        "store-disk": "1G",
+        "store-expose": "true",
+        "cache-dir": "/other",
+        "runtime-dir": "/other",
+        "listen": ":1",
+        "model": "a=/a.gguf",
+        "upstream": "http://h:1",
+        "kv-type": "q8_0",
+        "flash-attn": "off",
+        "restore": "never",
+        "response-headers": "true",
+        "origins": "*",
+        "slot-dir": "/other",
+        "log-level": "debug",
+    }
+    for setting in config.SETTINGS:
+        value = other.get(setting.name, "32")
+        changed = load(*flags, f"--{setting.name}={value}").store_options()
+        assert (changed != base) == setting.is_of_store, setting.name
