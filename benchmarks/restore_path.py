@@ -147,9 +147,7 @@ class Bench:
         keys = self._keys
         num_tokens = len(keys) * self.block_size
         file = await self._directory.acquire(state.file_bytes(self.layout, num_tokens))
-        state.write_frame(
-            file.view, self.layout, token_ids=self._token_ids[:num_tokens]
-        )
+        file.write(state.frame_parts(self.layout, self._token_ids[:num_tokens]))
         framed = time.perf_counter()
         arrived = await self._store.get_into(
             file.fd,

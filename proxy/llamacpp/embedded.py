@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_SECONDS = 300.0
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 30.0
-STABLE_SECONDS = 30.0
+STABLE_SECONDS = 5.0
 STOP_SECONDS = 1.5
 LOST_GRACE_SECONDS = 0.5
 """A turn notices the end of a process before it has quite ended."""

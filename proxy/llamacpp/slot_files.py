@@ -1,10 +1,11 @@
 """The files that slots are restored from and saved to.
 
 llama-server reads and writes them in the directory that it was started with. Rules:
-1. A restore file is ours alone: allocated in full before anybody maps it (a full
-   file system is then an error here, not a SIGBUS later), never shrunk, larger than
+1. A restore file is ours alone: allocated in full before the store maps it (a full
+   file system is then an error here, not a SIGBUS there), never shrunk, larger than
    any state that is put into it, and reused, since fresh pages cost more than the
-   copy into them. A file that ends early would abort the engine.
+   copy into them. A file that ends early would abort the engine. This process writes
+   to it and never maps it: whoever cuts it cannot end the proxy.
 2. A save file gets a name that is used once, and is opened after the engine's answer.
 3. Names are unguessable and of a fixed form (`FILE_PREFIX`, then who owns them); the
    directory is 0700. Files hold prompts: they are unlinked as soon as they are read,
@@ -14,11 +15,10 @@ llama-server reads and writes them in the directory that it was started with. Ru
 """
 
 import asyncio
-import mmap
 import os
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,23 +38,27 @@ MAX_IDLE_RESTORE_FILES = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RestoreFile:
-    """A mapped file that states are composed in."""
+    """A file that states are composed in."""
 
     path: Path
     fd: int
     size: int
-    view: mmap.mmap
 
     @property
     def name(self) -> str:
         """The name that the engine knows it by."""
         return self.path.name
 
+    def write(self, parts: Iterable[tuple[int, bytes]]) -> None:
+        """Write (offset, bytes) parts. Raises SlotError if the file was cut."""
+        for offset, part in parts:
+            os.pwrite(self.fd, part, offset)
+        if os.fstat(self.fd).st_size < self.size:
+            raise SlotError("somebody has cut a slot file short")
+
     def close(self) -> None:
-        """Unlink and unmap it; somebody else's mapping of it stays valid."""
+        """Unlink it; somebody else's mapping of it stays valid."""
         _unlink(self.path)
-        with suppress(BufferError):  # an exported view ends with its holder
-            self.view.close()
         os.close(self.fd)
 
 
@@ -189,10 +193,7 @@ def _unlink(path: Path) -> None:
 
 
 def _is_linked(file: RestoreFile) -> bool:
-    """Tell whether the file still is, in full, what the engine would open.
-
-    Writing behind the end of one that somebody has cut would end this process.
-    """
+    """Tell whether the file still is, in full, what the engine would open."""
     try:
         found = file.path.stat()
     except OSError:
@@ -210,12 +211,11 @@ def _create(path: Path, size: int) -> RestoreFile:
         raise SlotError(f"cannot create a slot file: {exc}") from exc
     try:
         _allocate(fd, size)
-        view = mmap.mmap(fd, size)
-    except (OSError, ValueError) as exc:  # ValueError: somebody has cut it already
+    except OSError as exc:
         os.close(fd)
         _unlink(path)
         raise SlotError(f"no room for a slot file of {size} bytes: {exc}") from exc
-    return RestoreFile(path, fd, size, view)
+    return RestoreFile(path, fd, size)
 
 
 def _allocate(fd: int, size: int) -> None:

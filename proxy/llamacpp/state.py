@@ -50,6 +50,7 @@ from proxy.llamacpp.state_format import (
     as_bytes,
     block_layout_for,
     file_bytes,
+    frame_parts,
     lay_blocks,
     text_cells,
     write_frame,
@@ -65,6 +66,7 @@ __all__ = [
     "block_layout",
     "block_layout_for",
     "file_bytes",
+    "frame_parts",
     "parse",
     "write_frame",
 ]

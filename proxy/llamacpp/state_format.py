@@ -141,6 +141,47 @@ def file_bytes(
     )
 
 
+def frame_parts(
+    layout: StateLayout,
+    token_ids: Sequence[int] | NDArray[np.int32],
+    *,
+    n_stream: int | None = None,
+) -> list[tuple[int, bytes]]:
+    """Return all of a file of exactly `token_ids` but the rows: (offset, bytes).
+
+    The cells go to stream 0 of `n_stream` (the layout's own unless given): the
+    engine puts them into the stream of the slot that it restores. The last part ends
+    where the file does. Raises ValueError where there is nothing to write.
+    """
+    tokens = np.asarray(token_ids, dtype=WORD)
+    streams = _streams(layout, n_stream)
+    num_tokens, num_layers = len(tokens), len(layout.k_layers)
+    if not num_tokens or not num_layers:
+        raise ValueError("a frame needs tokens, and a layout that knows the rows")
+    token_list = _token_list(layout, tokens)
+    head = b"".join(
+        (
+            MAGIC,
+            _words([layout.version, len(token_list)]),
+            _words(token_list),
+            _words([streams, num_tokens]),
+            _words(text_cells(tokens, is_extended=layout.has_extended_cells)),
+            _words([layout.v_trans, num_layers, layout.n_rot_k, layout.n_rot_v]),
+        )
+    )
+    parts = [(0, head)]
+    position = len(head)
+    for rows in (*layout.k_layers, *layout.v_layers):
+        if rows.element_bytes:
+            second, third = rows.element_bytes, rows.row_bytes // rows.element_bytes
+        else:
+            second, third = rows.row_bytes, 0  # a u64
+        parts.append((position, _words([rows.ggml_type, second, third])))
+        position += _LAYER_HEADER_BYTES + num_tokens * rows.row_bytes
+    size = file_bytes(layout, num_tokens, n_stream=streams)
+    return [*parts, (position, bytes(size - position))]  # the streams without cells
+
+
 def write_frame(
     buffer: Buffer,
     layout: StateLayout,
@@ -148,42 +189,18 @@ def write_frame(
     token_ids: Sequence[int] | NDArray[np.int32],
     n_stream: int | None = None,
 ) -> int:
-    """Write all of a file of exactly `token_ids` but the rows; give its length.
+    """Write `frame_parts` into a buffer; give the length of the file.
 
-    The cells go to stream 0 of `n_stream` (the layout's own unless given): the
-    engine puts them into the stream of the slot that it restores. Rows already in
-    `buffer` stay. Raises ValueError where the buffer is too short or read-only, and
-    where there is nothing to write.
+    Rows already in `buffer` stay. Raises ValueError where the buffer is too short or
+    read-only, and where there is nothing to write.
     """
-    tokens = np.asarray(token_ids, dtype=WORD)
-    streams = _streams(layout, n_stream)
-    num_tokens = len(tokens)
-    size = file_bytes(layout, num_tokens, n_stream=streams)
-    if not num_tokens or not layout.k_layers:
-        raise ValueError("a frame needs tokens, and a layout that knows the rows")
+    parts = frame_parts(layout, token_ids, n_stream=n_stream)
+    size = parts[-1][0] + len(parts[-1][1])
     raw = as_bytes(buffer)
     if raw.size < size:
         raise ValueError(f"a frame of {size} bytes does not fit in {raw.size}")
-
-    token_list = _token_list(layout, tokens)
-    raw[:4] = np.frombuffer(MAGIC, dtype=np.uint8)
-    position = _put_words(raw, 4, [layout.version, len(token_list)])
-    position = _put_words(raw, position, token_list)
-    position = _put_words(raw, position, [streams, num_tokens])
-    cells = text_cells(tokens, is_extended=layout.has_extended_cells)
-    position = _put_words(raw, position, cells)
-    num_layers = len(layout.k_layers)
-    position = _put_words(
-        raw, position, [layout.v_trans, num_layers, layout.n_rot_k, layout.n_rot_v]
-    )
-    for rows in (*layout.k_layers, *layout.v_layers):
-        if rows.element_bytes:
-            second, third = rows.element_bytes, rows.row_bytes // rows.element_bytes
-        else:
-            second, third = rows.row_bytes, 0  # a u64
-        _put_words(raw, position, [rows.ggml_type, second, third])
-        position += _LAYER_HEADER_BYTES + num_tokens * rows.row_bytes
-    raw[position:size] = 0  # the streams without cells
+    for offset, part in parts:
+        raw[offset : offset + len(part)] = np.frombuffer(part, dtype=np.uint8)
     return size
 
 
@@ -258,11 +275,6 @@ def text_cells(tokens: NDArray[np.int32], *, is_extended: bool) -> NDArray[np.in
     return np.stack((positions, ones, zeros), axis=1)
 
 
-def _put_words(
-    raw: NDArray[np.uint8], position: int, words: Sequence[int] | NDArray[np.int32]
-) -> int:
-    """Write little-endian 32-bit words; give the position behind them."""
-    encoded = np.ascontiguousarray(words, dtype=WORD).reshape(-1).view(np.uint8)
-    stop = position + encoded.size
-    raw[position:stop] = encoded
-    return stop
+def _words(words: Sequence[int] | NDArray[np.int32]) -> bytes:
+    """Encode little-endian 32-bit words."""
+    return np.ascontiguousarray(words, dtype=WORD).tobytes()

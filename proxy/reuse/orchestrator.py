@@ -241,7 +241,7 @@ class Orchestrator:
         started = time.monotonic()
         predicted = costs.fetch(num_bytes)
         try:
-            state.write_frame(file.view, sharing.layout, token_ids=token_ids)
+            file.write(state.frame_parts(sharing.layout, token_ids))
             with trace.stage("fetch"):
                 arrived = await self._store.get_into(
                     file.fd,

@@ -217,7 +217,7 @@ async def test_a_defect_of_ours_costs_no_turn(monkeypatch: pytest.MonkeyPatch) -
         def break_down(*args: object, **kwargs: object) -> None:
             raise ValueError("a defect")
 
-        monkeypatch.setattr("proxy.llamacpp.state.write_frame", break_down)
+        monkeypatch.setattr("proxy.llamacpp.state.frame_parts", break_down)
         trace = await it.ask()
         assert (trace.result, trace.plan.reason) == ("complete", "defect failed")
 
