@@ -211,6 +211,8 @@ class DiskBackend:
             logger.warning("cannot store on disk: %s", exc)
             with self._lock:
                 self._used_bytes -= size_bytes
+            if isinstance(exc, FileNotFoundError):
+                self._revive_folder()
             return False
         with self._lock:
             before = self._index.pop(key, None)
@@ -319,6 +321,22 @@ class DiskBackend:
                 else f"cannot lock the block folder {self._folder}: {exc.strerror}"
             ) from exc
         return fd
+
+    def _revive_folder(self) -> None:
+        """Make the folder anew where somebody has removed it: the store is empty."""
+        with self._lock:
+            if os.fstat(self._folder_fd).st_nlink:
+                return
+            try:
+                fd = self._open_folder()
+            except ConfigError as exc:
+                logger.warning("%s", exc)
+                return
+            os.close(self._folder_fd)
+            self._folder_fd = fd
+            self._index.clear()
+            self._used_bytes = 0
+            logger.warning("the block folder was removed; it is made anew, empty")
 
     def _scan(self) -> None:
         found: list[tuple[int, BlockKey, int]] = []

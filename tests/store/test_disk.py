@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -242,3 +243,19 @@ def test_objects_move_whole(tmp_path: Path) -> None:
         assert other.get(make_transfer(target, "o", 1)) == [True]
         assert target.payload(0) == source.payload(0)
         assert disk.read_object(make_key("none")) is None
+
+
+def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
+    """Somebody deletes the whole store: it is empty, and works again after a put."""
+    folder = tmp_path / "blocks"
+    disk = open_disk(folder)
+    with TestFile(small_layout(3), seed=1) as source:
+        assert disk.put(make_transfer(source, "a", 3)).stored_blocks == 3
+        shutil.rmtree(folder)
+        assert disk.put(make_transfer(source, "b", 3)).failed_blocks > 0
+        disk._puts_paused_until = 0.0
+        assert disk.put(make_transfer(source, "b", 3)).failed_blocks == 0
+    assert disk.contains([make_key("a1"), make_key("b1")]) == [False, True]
+    with pytest.raises(ConfigError, match="another store"):
+        open_disk(folder)  # the new folder is locked as well
+    disk.close()
