@@ -23,92 +23,23 @@ from proxy.memory import SEGMENT_BYTES, default_store_bytes
 from proxy.model_files import default_cache_dir
 from proxy.reuse.plan import RestoreMode
 from proxy.runtime import default_runtime_dir, default_slot_root
+from proxy.setting_values import (
+    parse_block_size,
+    parse_count,
+    parse_flag,
+    parse_listen,
+    parse_model,
+    parse_path,
+    parse_size,
+    parse_store,
+    parse_word,
+)
 from proxy.store.options import MIN_SEGMENT_BYTES, StoreOptions
 
 KV_TYPES = ("f16", "q8_0", "q4_0")
 FLASH_ATTENTION = ("on", "off", "auto")
 DEFAULT_DISK_BYTES = 8 << 30
 STORE_LINGER_SECONDS = 30.0
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes that "3G", "512MiB" or "1000" mean (powers of 1024)."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size such as 512M or 4G")
-    exponent = " kmgt".index((match[2] or " ").lower())
-    return int(float(match[1]) * 1024**exponent)
-
-
-def parse_listen(text: str) -> tuple[str, int]:
-    """Return (host, port) of HOST:PORT, [::1]:PORT, :PORT or PORT."""
-    host, _, port = text.rpartition(":")
-    if not port.isdigit() or not 0 <= int(port) <= 65535:
-        raise ValueError(f"{text!r} is not HOST:PORT")
-    return host.strip("[]") or "127.0.0.1", int(port)
-
-
-def parse_model(text: str) -> tuple[str, Path]:
-    """Return (name, path) of NAME=PATH.gguf."""
-    name, separator, path = text.partition("=")
-    if not separator or not re.fullmatch(r"[A-Za-z0-9][\w./-]*(:[\w.-]+)?", name):
-        raise ValueError(f"{text!r} is not NAME=PATH.gguf")
-    if not path:
-        raise ValueError(f"{text!r} names no file")
-    return name, Path(path).expanduser()
-
-
-def _count(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < least:
-            raise ValueError(f"{text!r} is not a number from {least} on")
-        return int(text)
-
-    return parse
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in words:
-            raise ValueError(f"{text!r} is not one of {', '.join(words)}")
-        return text
-
-    return parse
-
-
-def _flag(text: str) -> bool:
-    if text.lower() in ("1", "true", "yes", "on"):
-        return True
-    if text.lower() in ("", "0", "false", "no", "off"):
-        return False
-    raise ValueError(f"{text!r} is neither true nor false")
-
-
-def _block_size(text: str) -> int | None:
-    if text == "auto":
-        return None
-    size = int(text) if text.isdigit() else 0
-    if not 1 <= size <= 4096:
-        raise ValueError(f"{text!r} is neither auto nor a number from 1 to 4096")
-    return size
-
-
-def _store(text: str) -> str:
-    kind, separator, rest = text.partition(":")
-    plain = text in ("embedded", "none")
-    pool = text.startswith("mooncake://") and re.fullmatch(r"[^/]+:\d+", text[11:])
-    disk = kind == "disk" and separator and rest
-    if not (plain or pool or disk):
-        raise ValueError(
-            f"{text!r} is not embedded, mooncake://HOST:PORT, disk:DIR or none"
-        )
-    return text
-
-
-def _path(text: str) -> Path:
-    return Path(text).expanduser()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,45 +90,51 @@ SETTINGS: tuple[Setting, ...] = (
         "use this running llama-server; may be repeated",
         repeatable=True,
     ),
-    Setting("runners", _count(1), "1", "N", "llama-server processes for each --model"),
-    Setting("slots", _count(1), "1", "N", "slots of each runner"),
+    Setting(
+        "runners", parse_count(1), "1", "N", "llama-server processes for each --model"
+    ),
+    Setting("slots", parse_count(1), "1", "N", "slots of each runner"),
     Setting(
         "ctx",
-        _count(16),
+        parse_count(16),
         None,
         "N",
         "context of each slot in tokens (default: 8192, or the model's limit)",
     ),
     Setting(
-        "kv-type", _one_of(*KV_TYPES), "f16", "|".join(KV_TYPES), "type of K and V"
+        "kv-type", parse_word(*KV_TYPES), "f16", "|".join(KV_TYPES), "type of K and V"
     ),
     Setting(
         "flash-attn",
-        _one_of(*FLASH_ATTENTION),
+        parse_word(*FLASH_ATTENTION),
         "auto",
         "|".join(FLASH_ATTENTION),
         "flash attention",
     ),
     Setting(
         "threads",
-        _count(1),
+        parse_count(1),
         None,
         "N",
         "CPU threads of each runner (default: all cores, shared out among --runners)",
     ),
     Setting(
         "cache-ram",
-        _count(0),
+        parse_count(0),
         None,
         "MIB",
         "the engine's own RAM cache (default: the engine's)",
     ),
     Setting(
-        "block-size", _block_size, "auto", "auto|N", "tokens of a KV block in the store"
+        "block-size",
+        parse_block_size,
+        "auto",
+        "auto|N",
+        "tokens of a KV block in the store",
     ),
     Setting(
         "store",
-        _store,
+        parse_store,
         "embedded",
         "embedded|mooncake://HOST:PORT|disk:DIR|none",
         "where KV blocks live",
@@ -222,7 +159,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "store-expose",
-        _flag,
+        parse_flag,
         "false",
         "true|false",
         "allow an embedded store that others on the network can read and write",
@@ -230,14 +167,14 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "restore",
-        lambda text: RestoreMode(_one_of(*RestoreMode)(text)),
+        lambda text: RestoreMode(parse_word(*RestoreMode)(text)),
         "auto",
         "auto|always|never",
         "restore stored KV when that is cheaper, always, or never",
     ),
     Setting(
         "response-headers",
-        _flag,
+        parse_flag,
         "false",
         "true|false",
         "tell decision and restored tokens in X-KVBus-* response headers",
@@ -251,7 +188,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "cache-dir",
-        _path,
+        parse_path,
         None,
         "DIR",
         "models and disk blocks (default: user's cache)",
@@ -259,18 +196,22 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "runtime-dir",
-        _path,
+        parse_path,
         None,
         "DIR",
         "sockets and locks (default: user's own)",
         is_of_store=True,
     ),
     Setting(
-        "slot-dir", _path, None, "DIR", "slot files (default: in /dev/shm, if there)"
+        "slot-dir",
+        parse_path,
+        None,
+        "DIR",
+        "slot files (default: in /dev/shm, if there)",
     ),
     Setting(
         "log-level",
-        _one_of("debug", "info", "warning", "error"),
+        parse_word("debug", "info", "warning", "error"),
         "info",
         "LEVEL",
         "what is logged to stderr",

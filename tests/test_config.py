@@ -12,6 +12,7 @@ from proxy import cli, config
 from proxy.config import ServeOptions
 from proxy.errors import ConfigError
 from proxy.reuse.plan import RestoreMode
+from proxy.setting_values import parse_size
 
 EXAMPLE = Path(__file__).parent.parent / "deploy" / "config.example.toml"
 
@@ -131,7 +132,7 @@ def test_a_missing_file_is_one_clear_line() -> None:
 def test_sizes() -> None:
     """Sizes are given as people write them."""
     sizes = {"3G": 3 << 30, "512MiB": 512 << 20, "1.5k": 1536, "100": 100}
-    assert {text: config.parse_size(text) for text in sizes} == sizes
+    assert {text: parse_size(text) for text in sizes} == sizes
 
 
 def test_types() -> None:
