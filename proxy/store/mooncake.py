@@ -88,11 +88,6 @@ class MooncakeHandle:
         config.preferred_segment = store.get_hostname()
         return cls(store, config)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no call is inside the library."""
-        return self._inside == 0
-
     def close(self) -> bool:
         """Leave the pool (up to 2.1 s); False when calls inside forbid it."""
         with self._lock:

@@ -121,7 +121,7 @@ class MooncakeWatch:
         handle = self.handle
         if self.master is not None:
             self.master.kill()  # its client needs no farewell
-        elif handle is not None and handle.is_idle:
+        elif handle is not None and not self._gate.num_inside:
             leaver = threading.Thread(target=handle.close, daemon=True)
             leaver.start()
             leaver.join(CLOSE_SECONDS)

@@ -1,19 +1,19 @@
-"""The RAM that a store gives to Mooncake: files in memory that we map ourselves too.
+"""The RAM that a store gives to Mooncake, and how to look into it.
 
-Mooncake maps each file (a memfd, named by its path below /proc) as a segment of its
-own; we keep a second mapping. So an object's address can be turned into memory that
-stays valid whatever becomes of the client.
+Mooncake maps each of our files in memory (a memfd, named by its path below /proc) as
+a segment; where, this process's list of mappings tells. So an object's address can be
+turned into memory, and the memory can be got ready before it is used.
 
 Rules:
 1. `locate` gives out memory only for a range that lies in one segment, whole.
 2. Segments are added as they are needed: first touch of fresh pages runs at a tenth
    of the speed of memcpy, so a segment's pages are touched before anybody waits for
    them, where there is time.
-3. A segment is never unmapped or shrunk while the process lives.
+3. A segment stays mapped while the client is open, and that is closed only after
+   every call has ended, by a process that ends itself.
 """
 
-import logging
-import mmap
+import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +25,6 @@ from proxy.errors import StoreError
 from proxy.store.envelope import Bytes
 from proxy.store.paging import allocate_pages, map_pages
 
-logger = logging.getLogger(__name__)
-
 MountSegment = Callable[[str, int], bool]
 """Mounts the file at a path with its size; False when that failed."""
 
@@ -35,15 +33,11 @@ MountSegment = Callable[[str, int], bool]
 class _Segment:
     fd: int
     size: int
+    base: int
+    """Where Mooncake mapped it."""
     memory: Bytes
-    """Our mapping."""
-    base: int = 0
-    """Where Mooncake mapped it; 0 while it is not mounted."""
+    """The same, to look into."""
     is_touched: bool = False
-
-    @property
-    def path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self.fd}"
 
 
 class Segments:
@@ -61,7 +55,7 @@ class Segments:
     @property
     def mounted_bytes(self) -> int:
         """Size of what is mounted now."""
-        return sum(segment.size for segment in self._segments if segment.base)
+        return sum(segment.size for segment in self._segments)
 
     @property
     def limit_bytes(self) -> int:
@@ -81,46 +75,43 @@ class Segments:
         try:
             fd = os.memfd_create("kvbus-segment", os.MFD_CLOEXEC)
             os.ftruncate(fd, self._segment_bytes)
-            mapping = mmap.mmap(fd, self._segment_bytes)
         except OSError as exc:
             raise StoreError(f"no memory for the store: {exc}") from exc
-        memory = np.frombuffer(mapping, dtype=np.uint8)
-        segment = _Segment(fd, self._segment_bytes, memory)
+        size = self._segment_bytes
         if touch:
-            allocate_pages(fd, segment.size)
-        _mount(segment, mount)
-        self._segments.append(segment)
+            allocate_pages(fd, size)
+        base = _mount(fd, size, mount)
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(base))
+        self._segments.append(_Segment(fd, size, base, memory))
 
     def touch(self) -> None:
-        """Fault in, in both mappings, the pages of what is mounted."""
-        for segment in self._segments:
-            if segment.base and not segment.is_touched:
+        """Fault in the pages of what is mounted. Raises StoreError."""
+        for segment in list(self._segments):
+            if not segment.is_touched:
                 segment.is_touched = True
                 allocate_pages(segment.fd, segment.size)
                 map_pages(segment.base, segment.size)
-                map_pages(segment.memory.ctypes.data, segment.size)
 
     def locate(self, address: int, size: int) -> Bytes | None:
         """Return the memory of an object, or None if it is not wholly ours."""
         for segment in self._segments:
             start = address - segment.base
-            if segment.base and start >= 0 and start + size <= segment.size:
+            if start >= 0 and start + size <= segment.size:
                 return segment.memory[start : start + size]
         return None
 
 
-def _mount(segment: _Segment, mount: MountSegment) -> None:
-    before = _find_mappings(segment.fd)
-    if not mount(segment.path, segment.size):
+def _mount(fd: int, size: int, mount: MountSegment) -> int:
+    """Have a file mounted; return where it was mapped. Raises StoreError."""
+    if not mount(f"/proc/{os.getpid()}/fd/{fd}", size):
         raise StoreError("Mooncake refuses a segment")
-    added = [
-        (start, stop)
-        for start, stop in _find_mappings(segment.fd)
-        if (start, stop) not in before
-    ]
-    if len(added) != 1 or added[0][1] - added[0][0] != segment.size:
+    mappings = _find_mappings(fd)
+    if len(mappings) != 1:
         raise StoreError("Mooncake's mapping of a segment was not found")
-    segment.base = added[0][0]
+    start, stop = mappings.pop()
+    if stop - start != size:
+        raise StoreError("Mooncake's mapping of a segment is not whole")
+    return start
 
 
 def _find_mappings(fd: int) -> set[tuple[int, int]]:
