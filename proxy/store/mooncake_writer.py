@@ -146,14 +146,16 @@ class MooncakeWriter:
         blocks: list[BlockRef],
         put_once: Callable[[Transfer, list[BlockRef]], list[int]],
     ) -> int:
-        """Put a batch; where there is no space, give eviction a few moments.
+        """Put a batch; where there is no space, grow, or give eviction a few moments.
 
-        Returns how many are there, and leased: without that, a later batch would
-        evict this one, or eviction take it right away.
+        How much is used is known by and large only, so "no space" may come while there
+        still is memory to mount. Returns how many are there, and leased: without that,
+        a later batch would evict this one, or eviction take it right away.
         """
         stored = 0
-        for pause_seconds in (0.0, *EVICTION_SECONDS):
-            time.sleep(pause_seconds)
+        pauses = [0.0, *EVICTION_SECONDS]
+        while pauses:
+            time.sleep(pauses.pop(0))
             codes = put_once(transfer, blocks)
             self._note(codes)
             put_now = [b for b, c in zip(blocks, codes, strict=True) if c == 0]
@@ -166,8 +168,18 @@ class MooncakeWriter:
             if not again:
                 return stored
             blocks = again
+            if self._grow_by_one():
+                pauses.insert(0, 0.0)
         self._puts_paused_until = time.monotonic() + PAUSE_SECONDS
         return stored
+
+    def _grow_by_one(self) -> bool:
+        """Mount another segment, if the limit allows it; return whether it was."""
+        with self._grow_lock:
+            if not self._segments.can_grow:
+                return False
+            self._segments.grow(self._get_handle().mount, touch=False)
+            return True
 
     def ensure_segments(self, ahead_bytes: int, *, touch: bool) -> None:
         """Mount segments until `ahead_bytes` more fit below the eviction mark."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -214,6 +215,21 @@ async def test_ram_grows_as_it_is_needed(folder: Path, start_store: StartStore) 
         assert target.payload(99) == source.payload(99)
     status = await client.status()
     assert status["mounted_bytes"] == status["capacity_bytes"]
+
+
+async def test_one_put_may_need_several_segments(
+    folder: Path, start_store: StartStore
+) -> None:
+    """A prefix of most of the store's size is stored whole, however fast it comes."""
+    options = replace(make_options("embedded", folder), ram_size_bytes=512 << 20)
+    store = await start_store(options)
+    layout = small_layout(160, piece_bytes=64 << 10)
+    for number in range(3):
+        refs = make_refs(f"large{number}", layout.num_blocks)
+        with TestFile(layout, seed=number) as source:
+            outcome = await put(store.client, source, refs)
+        assert outcome.stored_blocks * layout.block_bytes > 60 << 20
+        assert outcome.failed_blocks == 0
 
 
 async def test_a_tiered_store_brings_blocks_back_from_disk(
