@@ -91,7 +91,7 @@ def rate(num_bytes: int, work: Callable[[], object]) -> float:
 def store_options(folder: Path, num_blocks: int, copy_threads: int) -> StoreOptions:
     """Return options of a store with room for twice the prefix."""
     segment = 256 << 20
-    need = 2 * num_blocks * (BLOCK_BYTES + 4096)
+    need = 4 * num_blocks * (BLOCK_BYTES + 4096)
     return StoreOptions(
         runtime_dir=folder / f"run{copy_threads}",
         ram_size_bytes=(-(-need // segment) + 2) * segment,
