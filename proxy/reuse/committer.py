@@ -18,10 +18,10 @@ import asyncio
 import logging
 import mmap
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 
 from proxy.blocks import BlockKey, Fingerprint
-from proxy.errors import ReuseError, RunnerGone, SlotError
+from proxy.errors import ReuseError, RunnerGone, SlotError, StoreError
 from proxy.llamacpp import state
 from proxy.llamacpp.client import SavedSlot
 from proxy.llamacpp.runner import Sharing
@@ -30,7 +30,7 @@ from proxy.metrics import Metrics
 from proxy.prefix.hashing import TokenIds, common_prefix_tokens, hash_blocks
 from proxy.reuse.arbiter import Line
 from proxy.reuse.slots import Slot, SlotPool
-from proxy.store.base import BlockRef, BlockStore
+from proxy.store.base import BlockRef, BlockStore, PutOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,13 @@ MIN_SAVE_BOUND_SECONDS = 0.5
 SLOWEST_SAVE_BYTES_PER_SECOND = 200e6
 """A waiting request waits for a save at most size / this, or the minimum above."""
 SLOWEST_PUT_BYTES_PER_SECOND = 50e6
+LOOKUP_PATIENCE_SECONDS = 0.4
+PUT_PATIENCE_SECONDS = 5.0
+"""A store that was silent for a moment (a busy machine; memory being mounted) is waited
+for by a commit, where a request would go on without it."""
 WAIT_FACTOR = 1.5
 MIN_WAIT_SECONDS = 0.05
+LOOK_SECONDS = 0.05
 WAITS_OFF_SECONDS = 30.0
 MAX_UNEXPECTED_TOKENS = 2
 """By so much the saved tokens may differ from prompt + reply: the last sampled token
@@ -157,8 +162,7 @@ class Committer:
         num_blocks = commit.num_tokens // commit.sharing.block_size
         if not num_blocks:
             return "nothing new"
-        keys = commit.keys(commit.expected)
-        present = await store.contains(keys, deadline_seconds=CONTAINS_DEADLINE_SECONDS)
+        present = await self._present(commit, store)
         if all(present) and len(present) == num_blocks:
             return "nothing new"
         file = await self._save(commit)
@@ -170,6 +174,18 @@ class Committer:
                 return await self._put(commit, store, file, present)
         finally:
             file.close()
+
+    async def _present(self, commit: "_Commit", store: BlockStore) -> list[bool]:
+        """Ask which of the known blocks are stored; a put asks again anyway."""
+        keys = commit.keys(commit.expected)
+        try:
+            return await store.contains(
+                keys, deadline_seconds=CONTAINS_DEADLINE_SECONDS
+            )
+        except StoreError:
+            if not await _comes_back(store, LOOKUP_PATIENCE_SECONDS):
+                raise
+            return [False] * len(keys)
 
     async def _save(self, commit: "_Commit") -> SaveFile | None:
         """Have the engine save the slot; None if that took longer than its bound."""
@@ -221,13 +237,22 @@ class Committer:
             return "nothing new"
         layout = state.block_layout(parsed, commit.sharing.block_size)
         num_bytes = len(blocks) * layout.block_bytes
-        outcome = await store.put_from(
-            file.fd,
-            layout,
-            blocks,
-            fingerprint=commit.fingerprint,
-            deadline_seconds=2.0 + num_bytes / SLOWEST_PUT_BYTES_PER_SECOND,
-        )
+
+        def put() -> Awaitable[PutOutcome]:
+            return store.put_from(
+                file.fd,
+                layout,
+                blocks,
+                fingerprint=commit.fingerprint,
+                deadline_seconds=2.0 + num_bytes / SLOWEST_PUT_BYTES_PER_SECOND,
+            )
+
+        try:
+            outcome = await put()
+        except StoreError:
+            if not await _comes_back(store, PUT_PATIENCE_SECONDS):
+                raise
+            outcome = await put()  # what the first one has stored is present now
         self._metrics.committed_bytes.inc(outcome.stored_bytes)
         return "refused" if outcome.failed_blocks else "stored"
 
@@ -287,6 +312,14 @@ class _Commit:
             raise SlotError("the saved cells are not one plain run of tokens")
         if parsed.layout.digest_fields() != self.sharing.layout.digest_fields():
             raise SlotError("the saved file has another layout than the runner's")
+
+
+async def _comes_back(store: BlockStore, patience_seconds: float) -> bool:
+    """Wait until the store can be used again, at most so long; tell whether it can."""
+    deadline = time.monotonic() + patience_seconds
+    while not store.is_available and time.monotonic() < deadline:  # noqa: ASYNC110 - a store has no event for it
+        await asyncio.sleep(LOOK_SECONDS)
+    return store.is_available
 
 
 def _parse(file: SaveFile) -> state.ParsedState:

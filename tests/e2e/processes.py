@@ -151,6 +151,11 @@ class Kvbus:
             for runner in model["runners"]
         ]
 
+    def store_pid(self) -> int:
+        """Return the pid of the store, which may seem away for a moment."""
+        self.wait(lambda: "pid" in self.status()["store"], what="the store")
+        return int(self.status()["store"]["pid"])
+
     def post(self, path: str, body: dict[str, Any]) -> httpx.Response:
         """Post a JSON body."""
         return httpx.post(f"{self.url}{path}", json=body, trust_env=False, timeout=120)

@@ -75,7 +75,7 @@ def test_blocks_survive_the_death_of_the_proxy(
     kvbus.start(*arguments)
     kvbus.generate("tiny", TEXT + "One?")
     kvbus.wait_commits(1)
-    store_pid = kvbus.status()["store"]["pid"]
+    store_pid = kvbus.store_pid()
     runners = [pid for pid in children_of(kvbus.pid) if pid in set(kvbus.runner_pids())]
     engines = [child for runner in runners for child in children_of(runner)]
     assert engines
@@ -87,7 +87,7 @@ def test_blocks_survive_the_death_of_the_proxy(
     )
     assert is_alive(store_pid)
     kvbus.start(*arguments)
-    assert kvbus.status()["store"]["pid"] == store_pid
+    assert kvbus.store_pid() == store_pid
     kvbus.generate("tiny", TEXT + "Two?")
     turn = kvbus.turns()[-1]
     assert int(turn["reused_tokens"]) == int(turn["restored_tokens"]) > 1700
@@ -114,7 +114,7 @@ def test_a_store_that_runs_as_a_service_is_used_and_left(
         kvbus.start(
             "--model", f"tiny={models['tiny']}", *store_arguments("disk", kvbus)
         )
-        assert kvbus.status()["store"]["pid"] == service.pid
+        assert kvbus.store_pid() == service.pid
         kvbus.generate("tiny", TEXT)
         kvbus.wait_commits(1)
         kvbus.stop()
@@ -212,7 +212,7 @@ def test_a_frozen_store_is_not_left_behind(
     kvbus.start(
         "--model", f"tiny={models['tiny']}", *store_arguments("embedded", kvbus)
     )
-    store = kvbus.status()["store"]["pid"]
+    store = kvbus.store_pid()
     family = [store, *children_of(store)]
     os.kill(store, signal.SIGSTOP)
     assert kvbus.stop() < 5.0

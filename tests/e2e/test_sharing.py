@@ -2,7 +2,6 @@
 
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -193,19 +192,3 @@ def test_restores_can_be_switched_off(kvbus: Kvbus, models: dict[str, Path]) -> 
     turn = kvbus.turns()[-1]
     assert (turn["decision"], turn["reused_tokens"]) == ("recompute", "0")
     assert kvbus.metric("kvbus_store_lookups_total") == 2
-
-
-def test_a_prefix_that_is_being_stored_is_waited_for(
-    kvbus: Kvbus, models: dict[str, Path]
-) -> None:
-    """Requests on the heels of an answer restore its prefix on the other runner."""
-    kvbus.start(
-        "--model", f"tiny={models['tiny']}", "--runners", "2",
-        *store_arguments("embedded", kvbus),
-    )  # fmt: skip
-    kvbus.generate("tiny", TEXT + "One?")
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda n: kvbus.generate("tiny", TEXT + f"{n}?"), range(2)))
-    turns = kvbus.turns()
-    assert {turn["runner"] for turn in turns[1:]} == {"tiny:latest/0", "tiny:latest/1"}
-    assert all(int(turn["reused_tokens"]) > 1700 for turn in turns[1:])

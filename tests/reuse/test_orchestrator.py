@@ -1,5 +1,6 @@
 """Turns over a misbehaving runner and store: always answered, never wrongly counted."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from proxy.reuse.orchestrator import Orchestrator
 from proxy.reuse.plan import RestoreMode
 from proxy.reuse.trace import TurnTrace
 from proxy.reuse.turn import ActiveTurn
+from proxy.store.base import PutOutcome
 from tests.fakes.fake_llama_server import FakeLlamaServer, fake_llama_server
 from tests.fakes.memory_store import MemoryStore
 
@@ -38,7 +40,12 @@ class Bench:
     runner: Runner
     orchestrator: Orchestrator
 
-    async def ask(self, token_ids: Any = PROMPT) -> TurnTrace:  # noqa: ANN401
+    async def ask(
+        self,
+        token_ids: Any = PROMPT,  # noqa: ANN401
+        *,
+        drains: bool = True,
+    ) -> TurnTrace:
         """Have a prompt continued and committed; returns what is known of it."""
         request = TurnRequest(
             model=self.model,
@@ -51,8 +58,9 @@ class Bench:
             assert isinstance(turn, ActiveTurn)
             events = [event async for event in turn.events()]
         assert events[-1]["stop"]
-        await self.orchestrator.drain(timeout_seconds=5)
-        assert "0/1 leased" in repr(self.model.pool)
+        if drains:
+            await self.orchestrator.drain(timeout_seconds=5)
+            assert "0/1 leased" in repr(self.model.pool)
         return turn.trace
 
     def value(self, name: str) -> float:
@@ -206,6 +214,70 @@ async def test_a_store_that_fails_costs_no_turn(error: StoreError) -> None:
         it.store.fail_with = None
         await it.ask(OTHER)
         assert len(it.store.blocks) == 3
+
+
+async def test_a_commit_waits_for_a_store_that_was_silent_for_a_moment() -> None:
+    """The put that failed is made again once the store answers: nothing is lost."""
+    async with bench() as it:
+        real_put, calls = it.store.put_from, 0
+
+        async def put_from(*args: Any, **kwargs: Any) -> PutOutcome:  # noqa: ANN401
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                it.store.is_available = False
+                asyncio.get_running_loop().call_later(0.1, come_back)
+                raise StoreError("it does not answer")
+            return await real_put(*args, **kwargs)
+
+        def come_back() -> None:
+            it.store.is_available = True
+
+        it.store.put_from = put_from  # type: ignore[method-assign]
+        await it.ask()
+        assert (calls, len(it.store.blocks)) == (2, 3)
+        assert it.value("failed_open") == 0
+
+
+async def test_a_prefix_on_its_way_into_the_store_is_waited_for() -> None:
+    """A turn on the heels of an answer restores what is just being put."""
+    async with bench() as it:
+        real_put = it.store.put_from
+
+        async def put_from(*args: Any, **kwargs: Any) -> PutOutcome:  # noqa: ANN401
+            await asyncio.sleep(0.01)
+            return await real_put(*args, **kwargs)
+
+        it.store.put_from = put_from  # type: ignore[method-assign]
+        await it.ask(drains=False)
+        it.model.pool.slots[0].token_ids = OTHER  # as if another turn had been there
+        trace = await it.ask()
+        assert trace.restored_tokens == 48
+        assert 0.0 < trace.stages["wait"] < 1.0
+
+
+async def test_a_wait_in_vain_is_the_last_for_a_while() -> None:
+    """A store that is slow to take blocks costs one short wait, not one a turn."""
+    async with bench() as it:
+        release = asyncio.Event()
+        real_put = it.store.put_from
+
+        async def put_from(*args: Any, **kwargs: Any) -> PutOutcome:  # noqa: ANN401
+            await release.wait()
+            return await real_put(*args, **kwargs)
+
+        it.store.put_from = put_from  # type: ignore[method-assign]
+        await it.ask(drains=False)
+        waits = []
+        for _ in range(2):
+            it.model.pool.slots[0].token_ids = OTHER
+            trace = await it.ask(drains=False)
+            assert trace.restored_tokens == 0
+            waits.append(trace.stages.get("wait", 0.0))
+        release.set()
+        await it.orchestrator.drain(timeout_seconds=5)
+        assert 0.0 < waits[0] < 0.5
+        assert waits[1] == 0.0
 
 
 async def test_a_defect_of_ours_costs_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
