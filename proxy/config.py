@@ -248,6 +248,12 @@ class ServeOptions:
     sources: Mapping[str, str] = field(default_factory=dict)
     """Where each setting that is not a default came from."""
 
+    def __post_init__(self) -> None:
+        if self.kv_type != "f16" and self.flash_attn == "off":
+            raise ConfigError(
+                f"--kv-type {self.kv_type} needs flash attention: not --flash-attn off"
+            )
+
     @property
     def cache(self) -> Path:
         """The directory of models, facts and disk blocks."""

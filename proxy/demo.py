@@ -314,6 +314,7 @@ async def _kvbus(model: Path, scratch: Path) -> AsyncIterator[ThroughKvbus]:
         "--runtime-dir", str(scratch / "run"),
         "--log-level", "error",
         stdout=asyncio.subprocess.PIPE,
+        env=_environment(),
     )  # fmt: skip
     try:
         line = await _read_until(process, "ready on")
@@ -326,6 +327,15 @@ async def _kvbus(model: Path, scratch: Path) -> AsyncIterator[ThroughKvbus]:
             await kvbus.close()
     finally:
         await _end(process)
+
+
+def _environment() -> dict[str, str]:
+    """Return our environment without settings that would change the comparison."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("KVBUS_") or name == "KVBUS_CACHE_DIR"
+    }
 
 
 # -- both -------------------------------------------------------------------------

@@ -47,6 +47,7 @@ class RunnerGone(UpstreamError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(500, f"model runner has unexpectedly stopped: {reason}")
+        self.reason = reason
 
 
 class ReuseError(KvbusError):

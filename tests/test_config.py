@@ -94,6 +94,12 @@ def test_a_bad_value_is_one_clear_line(flag: str, value: str, says: str) -> None
     assert "\n" not in str(caught.value)
 
 
+def test_settings_that_exclude_each_other_are_one_clear_line() -> None:
+    """The engine quantizes V only with flash attention."""
+    with pytest.raises(ConfigError, match="needs flash attention"):
+        load("--kv-type", "q8_0", "--flash-attn", "off")
+
+
 def test_the_command_exits_with_2() -> None:
     """A bad value ends the process with code 2 and one line on stderr."""
     done = subprocess.run(

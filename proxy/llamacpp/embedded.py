@@ -45,6 +45,8 @@ PATIENCE = 3
 """After so many failed starts in a row requests fail instead of waiting."""
 
 LOG_TAIL_BYTES = 2000
+LAST_LINES = 2
+"""Of the log of a process that did not start: our own, and the engine's before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +211,7 @@ class EmbeddedRunner:
         size = os.fstat(fd).st_size
         tail = os.pread(fd, LOG_TAIL_BYTES, max(0, size - LOG_TAIL_BYTES))
         lines = tail.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "no output"
+        return "; ".join(reversed(lines[-LAST_LINES:])) or "no output"
 
     async def _end(self) -> None:
         """End the process if it lives; gently first."""

@@ -244,7 +244,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, str]:
         server = xllamacpp.Server(params)
     except Exception as error:
         raise ConfigError(
-            f"model {options.model}: the engine could not load it; why stands above"
+            f"model {options.model}: the engine could not load it"
         ) from error
     return server, f"xllamacpp {metadata.version('xllamacpp')}"
 
