@@ -304,7 +304,7 @@ def test_a_bad_model_is_one_clear_line(place: Place) -> None:
     reasons = {
         missing: "No such file or directory",
         foreign: "not a GGUF file",
-        truncated: "the engine could not load it; why stands above",
+        truncated: "the engine could not load it",
     }
     for path, reason in reasons.items():
         code, lines, out = place.failure(model=path)
