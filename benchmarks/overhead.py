@@ -82,8 +82,8 @@ def efforts(*, is_quick: bool) -> dict[str, Effort]:
     half = max(1, cores // 2)
     quick = Effort(prompts=12, warm_up=2, replies=2, tokens=400, threads=half)
     tiny = Effort(prompts=150, warm_up=10, replies=15, tokens=1000, threads=half)
-    real = Effort(prompts=60, warm_up=3, replies=9, tokens=448, threads=half)
-    stream = Effort(prompts=0, warm_up=0, replies=9, tokens=448, threads=cores)
+    real = Effort(prompts=60, warm_up=3, replies=5, tokens=448, threads=half)
+    stream = Effort(prompts=0, warm_up=0, replies=5, tokens=448, threads=cores)
     if is_quick:
         return {"tiny": quick}
     return {"tiny": tiny, "135M": real, "135M, all cores": stream}
