@@ -81,9 +81,10 @@ class StoreSupervisor:
             self._watcher = None
         hello = self.client.hello
         others = await self.client.close()
-        if hello is None:
-            await self._end_child()  # never met
-        elif hello.linger_seconds is not None:
+        if hello is None or (self._child and self._child.pid != hello.pid):
+            # Never met; or it came second, maybe so late that it would be the first.
+            await self._end_child()
+        if hello is not None and hello.linger_seconds is not None:
             if others is None:  # it does not answer: frozen, or gone
                 self._kill_frozen()
             if not others:

@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from proxy.errors import ConfigError, StoreError
 from proxy.store.options import StoreOptions
 from proxy.store.process import find_holder
-from proxy.store.supervisor import StoreSupervisor
+from proxy.store.supervisor import StoreSupervisor, spawn_store
 from tests.store.conftest import (
     StartStore,
     make_options,
@@ -34,6 +36,32 @@ async def test_two_proxies_that_start_at_once_share_one_store(folder: Path) -> N
     await second.stop()
     await until(lambda: find_holder(options.lock_path) is None)
     await until(lambda: not _is_alive(pid))
+
+
+async def test_a_child_that_comes_too_late_is_not_left_behind(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second store that is still starting when all is over ends with its proxy."""
+    options = make_options("disk", folder)
+    children: list[subprocess.Popen[bytes]] = []
+
+    def spawn_late(options: StoreOptions) -> subprocess.Popen[bytes]:
+        if not children:
+            children.append(spawn_store(options))
+        else:  # a busy machine: it takes its time
+            command = [sys.executable, "-m", "proxy.store.server", options.to_json()]
+            script = 'sleep 2; exec "$@"'
+            children.append(subprocess.Popen(["sh", "-c", script, "sh", *command]))
+        return children[-1]
+
+    monkeypatch.setattr("proxy.store.supervisor.spawn_store", spawn_late)
+    first, second = make_supervisor(options), make_supervisor(options)
+    await asyncio.gather(first.start(), second.start())
+    await first.stop()
+    await second.stop()
+    assert len(children) == 2
+    assert all(child.poll() is not None for child in children)
+    assert find_holder(options.lock_path) is None
 
 
 async def test_a_store_survives_the_proxy_that_started_it(folder: Path) -> None:
