@@ -105,11 +105,11 @@ def main(
     parser.add_argument("--json", type=Path, default=RESULTS_DIR / f"{name}.json")
     parser.add_argument("--quick", action="store_true", help="a look of some seconds")
     arguments = parser.parse_args(argv)
-    load_before, started = os.getloadavg(), time.monotonic()
+    before = environment() | {"load_average_before": os.getloadavg()}
+    started = time.monotonic()
     report = run(arguments.quick)
     report.environment = {
-        **environment(),
-        "load_average_before": load_before,
+        **before,
         "load_average_after": os.getloadavg(),
         "duration_seconds": round(time.monotonic() - started, 1),
         "quick": arguments.quick,
