@@ -2,7 +2,12 @@
 
 import pytest
 
-from proxy.llamacpp.fingerprint import default_block_size, fingerprint, kv_flags
+from proxy.llamacpp.fingerprint import (
+    default_block_size,
+    fingerprint,
+    inexact_flags,
+    kv_flags,
+)
 
 
 def test_harmless_flags_are_left_out() -> None:
@@ -47,3 +52,12 @@ def test_fields_do_not_run_into_each_other() -> None:
 def test_blocks_are_about_a_megabyte(bytes_per_token: int, block_size: int) -> None:
     """The smallest power of two from 16 to 256 with at least 1 MiB."""
     assert default_block_size(bytes_per_token) == block_size
+
+
+@pytest.mark.parametrize(
+    "flags", ["--cache-reuse 256", "--lora a.gguf", "LLAMA_ARG_CONTROL_VECTOR=x"]
+)
+def test_some_flags_forbid_sharing(flags: str) -> None:
+    """KV that is no function of the prompt and of what we know is not shared."""
+    assert inexact_flags(["--port", "1", *flags.split()]) == flags.split()[0]
+    assert inexact_flags(["--port", "1"]) == ""
