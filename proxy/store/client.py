@@ -140,15 +140,10 @@ class StoreClient:
         message = transfer_to_wire(
             layout, blocks, fingerprint=fingerprint, deadline_seconds=deadline_seconds
         )
-        started = time.monotonic()
         answer = await self._call(
             {"op": "get", **message}, fd=fd, deadline_seconds=deadline_seconds
         )
-        filled = parse_bools(answer.get("filled"), len(blocks))
-        self.counters.get_seconds += time.monotonic() - started
-        self.counters.got_blocks += sum(filled)
-        self.counters.got_bytes += sum(filled) * layout.block_bytes
-        return filled
+        return parse_bools(answer.get("filled"), len(blocks))
 
     async def put_from(
         self,
@@ -165,15 +160,10 @@ class StoreClient:
         message = transfer_to_wire(
             layout, blocks, fingerprint=fingerprint, deadline_seconds=deadline_seconds
         )
-        started = time.monotonic()
         answer = await self._call(
             {"op": "put", **message}, fd=fd, deadline_seconds=deadline_seconds
         )
-        outcome = parse_put_outcome(answer)
-        self.counters.put_seconds += time.monotonic() - started
-        self.counters.put_blocks += outcome.stored_blocks
-        self.counters.put_bytes += outcome.stored_bytes
-        return outcome
+        return parse_put_outcome(answer)
 
     async def remove(self, keys: Sequence[BlockKey], *, deadline_seconds: float) -> int:
         """Remove blocks; return how many were there. Raises StoreError."""
@@ -198,7 +188,6 @@ class StoreClient:
         deadline_seconds: float,
         fd: int | None = None,
     ) -> dict[str, Any]:
-        self.counters.calls += 1
         try:
             if not self.is_available:
                 raise StoreError("the block store is away")

@@ -29,19 +29,12 @@ class ClientTiming:
 
 @dataclass(slots=True)
 class ClientCounters:
-    """What happened so far; read by the metrics."""
+    """What went wrong, and how often it connected: for who looks into a client."""
 
-    calls: int = 0
     errors: int = 0
     timeouts: int = 0
     circuit_openings: int = 0
     connections: int = 0
-    got_blocks: int = 0
-    got_bytes: int = 0
-    get_seconds: float = 0.0
-    put_blocks: int = 0
-    put_bytes: int = 0
-    put_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class CallGate:
                 raise CallNotStartedError(self._shut_reason)
             if len(self._outstanding) >= MAX_CALLS:
                 raise CallNotStartedError("too many calls are in flight")
-            self._outstanding.add(result)  # type: ignore[arg-type]
+            self._outstanding.add(result)  # type: ignore[arg-type]  # only ever failed
             self._condition.notify_all()
             self._pool.submit(self._enter, result, call)
         try:
@@ -127,6 +127,6 @@ def _finish(
         if error is not None:
             result.set_exception(error)
         else:
-            result.set_result(value)  # type: ignore[arg-type]
+            result.set_result(value)  # type: ignore[arg-type]  # None is a value of T
     except InvalidStateError:
         return  # given up before, or answered just now
