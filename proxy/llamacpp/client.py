@@ -22,6 +22,7 @@ import numpy.typing as npt
 import orjson
 
 from proxy.errors import RunnerGone, SlotError, UpstreamError
+from proxy.llamacpp.answers import EngineAnswer
 from proxy.llamacpp.gguf_facts import ModelFacts
 
 CONTROL_TIMEOUT_SECONDS = 10.0
@@ -180,6 +181,41 @@ class LlamaServerClient:
                     await response.aread()
                     raise UpstreamError(response.status_code, response.text)
                 yield _events(response)
+            finally:
+                await self._close_for_sure(response)
+        except httpx.TransportError as exc:
+            raise RunnerGone(str(exc) or type(exc).__name__) from exc
+
+    @asynccontextmanager
+    async def open_answer(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncIterator[EngineAnswer]:
+        """Send `body`; yields the answer, whatever its status, to be passed on.
+
+        A stream is asked to tell of its progress, so that the engine notices a client
+        that leaves during the prefill; the answer drops those events. Leaving the
+        block closes the connection. Raises RunnerGone, also while the answer is read.
+        """
+        self._check_open()
+        wants_progress = bool(body.get("return_progress"))
+        if body.get("stream"):
+            body = {**body, "return_progress": True}
+        request = self._http.build_request(
+            "POST",
+            path,
+            content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
+            headers={"Content-Type": "application/json"},
+            timeout=httpx.Timeout(None, connect=CONTROL_TIMEOUT_SECONDS),
+        )
+        try:
+            response = await self._http.send(request, stream=True)
+            try:
+                yield EngineAnswer(
+                    status=response.status_code,
+                    content_type=response.headers.get("Content-Type", ""),
+                    chunks=response.aiter_raw(),
+                    keeps_progress=wants_progress,
+                )
             finally:
                 await self._close_for_sure(response)
         except httpx.TransportError as exc:

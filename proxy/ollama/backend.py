@@ -19,6 +19,10 @@ from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.prefix.hashing import TokenIds
 
 
+COMPLETION_PATH = "/completion"
+CHAT_PATH = "/v1/chat/completions"
+
+
 class ServedModel(Protocol):
     """One model under its name, with the runners that serve it."""
 
@@ -96,12 +100,35 @@ class TurnRequest:
 
     model: ServedModel
     token_ids: TokenIds
+    """The prompt; empty where it is not known (it is forwarded all the same)."""
+    path: str = COMPLETION_PATH
+    """llama-server's route. Where it is not `/completion` the body holds the prompt,
+    and `token_ids` are what the runner is believed to make of it."""
     body: Mapping[str, Any]
-    """llama-server's `/completion` body, less what the turn source decides itself:
-    `prompt`, `id_slot`, `cache_prompt`, `stream`, `return_tokens`."""
+    """The body for it, less what the turn source decides itself: `id_slot`, in a
+    stream of events also `stream`, `cache_prompt` and `return_progress`, and for
+    `/completion` also `prompt` and `return_tokens`."""
     route: str
     """`/api/chat` and the like: a label for metrics."""
     reuse: ReuseOptions
+
+
+class Forwarded(Protocol):
+    """A runner's answer that is passed on as it is."""
+
+    @property
+    def status(self) -> int:
+        """HTTP status."""
+        ...
+
+    @property
+    def content_type(self) -> str:
+        """The `Content-Type` as sent."""
+        ...
+
+    def chunks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the body: whole server-sent events of a stream, else any pieces."""
+        ...
 
 
 class Turn(Protocol):
@@ -133,11 +160,19 @@ class Turn(Protocol):
         ...
 
     def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield llama-server's `/completion` events; the last has `stop: true`.
+        """Yield llama-server's events; the last one has the `timings`.
 
         A generator, because it is closed at once where a reply is given up.
 
         Raises UpstreamError (before the first event) and RunnerGone (any time).
+        """
+        ...
+
+    def forward(self) -> AbstractAsyncContextManager[Forwarded]:
+        """Send the body as it is, with the slot named; relay the answer unchanged.
+
+        An error answer of the runner is relayed like any other. Raises RunnerGone,
+        then or while the chunks are read.
         """
         ...
 

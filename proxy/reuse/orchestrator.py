@@ -32,6 +32,7 @@ from proxy.errors import (
 )
 from proxy.llamacpp import state
 from proxy.llamacpp.runner import Sharing
+from proxy.llamacpp.totals import EngineTotals
 from proxy.metrics import Metrics
 from proxy.prefix.hashing import (
     TokenIds,
@@ -292,58 +293,62 @@ class Orchestrator:
 
     def _finish(self, turn: ActiveTurn, model: Model) -> None:
         """Hand the slot to the committer, or free it; learn from what happened."""
-        trace, final = turn.trace, turn.final
-        if final is None:
+        trace, totals = turn.trace, turn.totals
+        if totals is None:
             model.pool.release(turn.slot)
         else:
             trace.result = "complete"
             try:
-                self._hand_over(turn, model, final)
+                self._hand_over(turn, model, totals)
             except Exception:  # an answer that we do not understand
                 logger.exception("event=turn.defect id=%s", trace.request_id)
                 turn.slot.token_ids = NO_TOKENS
                 model.pool.release(turn.slot)
             try:
-                self._learn(turn, model, final)
+                self._learn(turn, model, totals)
             except Exception:
                 logger.exception("event=turn.defect id=%s", trace.request_id)
         logger.info("%s", trace.line())
 
-    def _hand_over(self, turn: ActiveTurn, model: Model, final: dict[str, Any]) -> None:
+    def _hand_over(self, turn: ActiveTurn, model: Model, totals: EngineTotals) -> None:
         """End the lease of a slot whose answer is complete, now or by a commit."""
-        slot, token_ids = turn.slot, turn.request.token_ids
-        num_decoded = int(final["timings"]["predicted_n"])
-        num_kept = max(0, num_decoded - 1)  # the last one sampled is not in the KV
-        slot.token_ids = np.concatenate([token_ids, turn.reply_ids(num_decoded)])
-        is_intact = not final.get("truncated", False)
-        if is_intact and turn.request.reuse.write:
+        slot, prompt_ids = turn.slot, turn.request.token_ids
+        # The last token sampled is not in the KV.
+        num_tokens = totals.prompt_tokens + max(0, totals.decoded_tokens - 1)
+        is_shifted = totals.is_shifted
+        if is_shifted is None:
+            is_shifted = num_tokens + 1 >= slot.runner.context_tokens
+        if is_shifted or len(prompt_ids) != totals.prompt_tokens:
+            slot.token_ids = NO_TOKENS  # not known any more
+        else:
+            slot.token_ids = np.concatenate([prompt_ids, turn.reply_ids()])
+        if not is_shifted and turn.request.reuse.write:
             self._committer.commit(
                 slot,
                 model.pool,
                 namespace=turn.request.reuse.namespace,
-                num_tokens=len(token_ids) + num_kept,
+                num_tokens=num_tokens,
             )
         else:
-            slot.token_ids = slot.token_ids if is_intact else NO_TOKENS
             model.pool.release(slot)
 
-    def _learn(self, turn: ActiveTurn, model: Model, final: dict[str, Any]) -> None:
+    def _learn(self, turn: ActiveTurn, model: Model, totals: EngineTotals) -> None:
         trace, runner = turn.trace, turn.slot.runner
-        timings = final["timings"]
         outcome = trace.outcome = ReuseOutcome(
             plan=trace.plan,
-            prompt_tokens=trace.prompt_tokens,
+            prompt_tokens=totals.prompt_tokens,
             slot_tokens=trace.slot_tokens,
             restored_tokens=trace.restored_tokens,
-            reused_tokens=int(timings.get("cache_n", 0)),
-            prefilled_tokens=int(timings.get("prompt_n", 0)),
-            prefill_seconds=float(timings.get("prompt_ms", 0.0)) / 1e3,
+            reused_tokens=totals.cached_tokens,
+            prefilled_tokens=totals.prefilled_tokens,
+            prefill_seconds=totals.prefill_seconds or 0.0,
         )
         trace.stages["prefill"] = outcome.prefill_seconds
-        trace.stages["decode"] = float(timings.get("predicted_ms", 0.0)) / 1e3
-        model.costs(runner).observe_prefill(
-            outcome.prefilled_tokens, outcome.prefill_seconds
-        )
+        trace.stages["decode"] = totals.decode_seconds or 0.0
+        if totals.prefill_seconds is not None:
+            model.costs(runner).observe_prefill(
+                outcome.prefilled_tokens, outcome.prefill_seconds
+            )
         metrics, name = self._metrics, model.name
         metrics.avoided_tokens.labels(name).inc(outcome.avoided_tokens)
         metrics.prefilled_tokens.labels(name).inc(outcome.prefilled_tokens)
@@ -351,7 +356,7 @@ class Orchestrator:
         metrics.hit_tokens.labels(name).inc(outcome.reused_tokens)
         for phase, seconds in trace.stages.items():
             metrics.phase.labels(phase).observe(seconds)
-        if outcome.restored_tokens:
+        if outcome.restored_tokens and trace.prompt_tokens == outcome.prompt_tokens:
             self._judge(turn, outcome)
 
     def _judge(self, turn: ActiveTurn, outcome: ReuseOutcome) -> None:

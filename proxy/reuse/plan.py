@@ -124,12 +124,21 @@ class RequestedTurn(Protocol):
 
     @property
     def token_ids(self) -> TokenIds:
-        """The prompt, exactly as the runner evaluates it."""
+        """The prompt as the runner evaluates it; empty where that is not known.
+
+        Exact for `/completion`. Elsewhere the runner renders the prompt itself: what
+        is believed here decides on a restore, and is checked afterwards.
+        """
+        ...
+
+    @property
+    def path(self) -> str:
+        """The runner's route that is asked; `/completion` gets the token ids."""
         ...
 
     @property
     def body(self) -> Mapping[str, Any]:
-        """The runner's `/completion` body without prompt and slot."""
+        """The body for it, without the slot (and for `/completion` the prompt)."""
         ...
 
     @property

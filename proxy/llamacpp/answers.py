@@ -1,0 +1,53 @@
+"""A llama-server's answer that is passed on as it is, cut into server-sent events.
+
+Rules:
+1. What the engine sent reaches the reader byte for byte, with one exception: events
+   that tell the progress of the prefill, which kvbus itself has asked for.
+2. Only whole events are handed over; what follows the last blank line comes at the
+   end of the stream.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+EVENT_STREAM = "text/event-stream"
+
+_PROGRESS = b'"prompt_progress"'
+_END_OF_EVENT = b"\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineAnswer:
+    """Status and type of an answer, and its body while it comes."""
+
+    status: int
+    content_type: str
+    chunks: AsyncIterator[bytes]
+    """Pieces of the body as they come. Raises RunnerGone where it breaks off."""
+    keeps_progress: bool
+    """Whether the client itself has asked for the progress of the prefill."""
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        return self.content_type.partition(";")[0].strip() == EVENT_STREAM
+
+    async def events(self) -> AsyncGenerator[bytes]:
+        """Yield whole events with their closing blank line. Raises RunnerGone."""
+        buffer = bytearray()
+        async for chunk in self.chunks:
+            searched = max(0, len(buffer) - 1)
+            buffer += chunk
+            while (end := buffer.find(_END_OF_EVENT, searched)) >= 0:
+                stop = end + len(_END_OF_EVENT)
+                event = bytes(buffer[:stop])
+                del buffer[:stop]
+                searched = 0
+                if self.keeps_progress or _PROGRESS not in event:
+                    yield event
+        if buffer:
+            yield bytes(buffer)
+
+    async def read(self) -> bytes:
+        """Return the whole body. Raises RunnerGone."""
+        return b"".join([chunk async for chunk in self.chunks])
