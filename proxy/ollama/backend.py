@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.prefix.hashing import TokenIds
 
-
 COMPLETION_PATH = "/completion"
 CHAT_PATH = "/v1/chat/completions"
 
@@ -168,14 +167,6 @@ class Turn(Protocol):
         """
         ...
 
-    def forward(self) -> AbstractAsyncContextManager[Forwarded]:
-        """Send the body as it is, with the slot named; relay the answer unchanged.
-
-        An error answer of the runner is relayed like any other. Raises RunnerGone,
-        then or while the chunks are read.
-        """
-        ...
-
 
 class TurnSource(Protocol):
     """Where turns come from."""
@@ -186,6 +177,26 @@ class TurnSource(Protocol):
         Cancelling the task frees the slot at once. Raises UpstreamError, and
         RequestError when too many wait.
         """
+        ...
+
+
+class RelayTurn(Turn, Protocol):
+    """A turn whose answer is passed on as it is."""
+
+    def forward(self) -> AbstractAsyncContextManager[Forwarded]:
+        """Send the body as it is, with the slot named; relay the answer unchanged.
+
+        An error answer of the runner is relayed like any other. Raises RunnerGone,
+        then or while the chunks are read.
+        """
+        ...
+
+
+class RelayTurnSource(Protocol):
+    """Where such turns come from; the same owner as a `TurnSource`."""
+
+    def turn(self, request: TurnRequest) -> AbstractAsyncContextManager[RelayTurn]:
+        """See `TurnSource.turn`."""
         ...
 
 

@@ -20,7 +20,6 @@ from proxy.reuse.plan import RequestedTurn
 from proxy.reuse.slots import NO_TOKENS, Slot
 from proxy.reuse.trace import TurnTrace
 
-
 COMPLETION_PATH = "/completion"
 OK_STATUS = 200
 
