@@ -7,16 +7,21 @@ Rules:
    one may be half closed when the next request is written to it.
 3. No time-out on a generation (a prefill may be silent for minutes); a bounded one
    on everything else.
+4. An answer whose connection has ended is over, whatever the HTTP parser made of it:
+   nobody waits for the rest.
+5. Closing is synchronous: no cancellation comes between an answer that is given up
+   and the end of its connection, which is what stops the engine.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import httpx
+import aiohttp
 import numpy as np
 import numpy.typing as npt
 import orjson
@@ -27,6 +32,20 @@ from proxy.llamacpp.gguf_facts import ModelFacts
 
 CONTROL_TIMEOUT_SECONDS = 10.0
 TOKENIZE_TIMEOUT_SECONDS = 120.0
+CLOSE_SECONDS = 1.0
+
+PIECE_BYTES = 1 << 18
+"""Larger bodies are written in pieces, waiting for the runner between them."""
+
+_CONTROL_BOUNDS = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_SECONDS)
+_GENERATION_BOUNDS = aiohttp.ClientTimeout(connect=CONTROL_TIMEOUT_SECONDS)
+
+_HEADERS = {
+    "Accept": "*/*",
+    "Accept-Encoding": "identity",
+    "Content-Type": "application/json",
+    "User-Agent": "kvbus",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,32 +61,39 @@ class LlamaServerClient:
     """Speaks to one llama-server, over a unix socket or TCP."""
 
     def __init__(self, *, url: str, socket_path: Path | None = None) -> None:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self.url = url
-        self._closing: set[asyncio.Future[None]] = set()
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            trust_env=False,
-            timeout=httpx.Timeout(CONTROL_TIMEOUT_SECONDS),
-            transport=httpx.AsyncHTTPTransport(
-                uds=str(socket_path) if socket_path else None, limits=limits
-            ),
+        connector: aiohttp.BaseConnector
+        if socket_path:
+            connector = aiohttp.UnixConnector(
+                str(socket_path), force_close=True, limit=0
+            )
+        else:
+            connector = aiohttp.TCPConnector(force_close=True, limit=0)
+        self._http = aiohttp.ClientSession(
+            connector=connector,
+            headers=_HEADERS,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
         )
 
     async def close(self) -> None:
-        """Close all connections."""
-        if self._closing:
-            await asyncio.wait(self._closing)
-        await self._http.aclose()
+        """Close all connections; whoever waits for an answer gets RunnerGone.
+
+        A frozen runner may leave a connection with something unsent: it is not waited
+        for.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._http.close()
 
     async def is_healthy(self, *, timeout_seconds: float = 2.0) -> bool:
         """Tell whether the model is loaded and the server answers."""
+        bounds = aiohttp.ClientTimeout(total=timeout_seconds)
         try:
-            self._check_open()
-            response = await self._http.get("/health", timeout=timeout_seconds)
-        except (httpx.HTTPError, RunnerGone):
+            async with self._request("GET", "/health", bounds=bounds) as response:
+                return response.status == HTTPStatus.OK
+        except RunnerGone:
             return False
-        return response.status_code == httpx.codes.OK
 
     async def props(self) -> dict[str, Any]:
         """Return the server's properties (slots, context, template, build ...)."""
@@ -166,25 +192,13 @@ class LlamaServerClient:
         Leaving the block closes the connection, which stops the generation. Raises
         UpstreamError before the first event, UpstreamError or RunnerGone later.
         """
-        self._check_open()
-        request = self._http.build_request(
-            "POST",
-            path,
-            content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
-            headers={"Content-Type": "application/json"},
-            timeout=httpx.Timeout(None, connect=CONTROL_TIMEOUT_SECONDS),
-        )
-        try:
-            response = await self._http.send(request, stream=True)
-            try:
-                if response.status_code != httpx.codes.OK:
-                    await response.aread()
-                    raise UpstreamError(response.status_code, response.text)
-                yield _events(response)
-            finally:
-                await self._close_for_sure(response)
-        except httpx.TransportError as exc:
-            raise RunnerGone(str(exc) or type(exc).__name__) from exc
+        content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        async with self._request(
+            "POST", path, content, bounds=_GENERATION_BOUNDS
+        ) as response:
+            if response.status != HTTPStatus.OK:
+                raise UpstreamError(response.status, await _read_text(response))
+            yield _events(response.content)
 
     @asynccontextmanager
     async def open_answer(
@@ -196,47 +210,56 @@ class LlamaServerClient:
         that leaves during the prefill; the answer drops those events. Leaving the
         block closes the connection. Raises RunnerGone, also while the answer is read.
         """
-        self._check_open()
         wants_progress = bool(body.get("return_progress"))
         if body.get("stream"):
             body = {**body, "return_progress": True}
-        request = self._http.build_request(
-            "POST",
-            path,
-            content=orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY),
-            headers={"Content-Type": "application/json"},
-            timeout=httpx.Timeout(None, connect=CONTROL_TIMEOUT_SECONDS),
-        )
-        try:
-            response = await self._http.send(request, stream=True)
-            try:
-                yield EngineAnswer(
-                    status=response.status_code,
-                    content_type=response.headers.get("Content-Type", ""),
-                    chunks=response.aiter_raw(),
-                    keeps_progress=wants_progress,
-                )
-            finally:
-                await self._close_for_sure(response)
-        except httpx.TransportError as exc:
-            raise RunnerGone(str(exc) or type(exc).__name__) from exc
+        content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        async with self._request(
+            "POST", path, content, bounds=_GENERATION_BOUNDS
+        ) as response:
+            yield EngineAnswer(
+                status=response.status,
+                content_type=response.headers.get("Content-Type", ""),
+                chunks=_chunks(response.content),
+                keeps_progress=wants_progress,
+            )
 
-    async def _close_for_sure(self, response: httpx.Response) -> None:
-        """Close a connection even if the task is cancelled meanwhile.
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None = None,
+        *,
+        bounds: aiohttp.ClientTimeout,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request, yield the beginning of its answer, close the connection.
 
-        A client that leaves is noticed twice, by a failed write and by the end of its
-        connection: the second would interrupt the closing that the first has begun,
-        and the engine would go on generating for nobody.
+        Raises RunnerGone.
         """
-        closing = asyncio.ensure_future(response.aclose())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
-        await asyncio.shield(closing)
-
-    def _check_open(self) -> None:
-        """Raise RunnerGone where the process has ended and the client with it."""
-        if self._http.is_closed:
+        if self._http.closed:
             raise RunnerGone("its process has ended")
+        data: bytes | AsyncIterator[bytes] | None = content
+        headers: dict[str, str] = {}
+        if content is not None and len(content) > PIECE_BYTES:
+            data = _pieces(content)
+            headers["Content-Length"] = str(len(content))
+        try:
+            response = await self._http.request(
+                method,
+                self.url + path,
+                data=data,
+                headers=headers,
+                timeout=bounds,
+                allow_redirects=False,
+            )
+        except (aiohttp.ClientError, OSError) as exc:
+            raise _gone(exc) from exc
+        try:
+            _end_with_connection(response)
+            yield response
+        finally:
+            response.close()
 
     async def _slot_action(
         self, slot_id: int, action: str, file_name: str, timeout_seconds: float
@@ -257,31 +280,89 @@ class LlamaServerClient:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        timeout_seconds: float = CONTROL_TIMEOUT_SECONDS,
+        timeout_seconds: float | None = None,
     ) -> Any:  # noqa: ANN401 - JSON enters here
-        self._check_open()
+        content = None if body is None else orjson.dumps(body)
+        bounds = (
+            _CONTROL_BOUNDS
+            if timeout_seconds is None
+            else aiohttp.ClientTimeout(total=timeout_seconds)
+        )
+        async with self._request(method, path, content, bounds=bounds) as response:
+            if response.status != HTTPStatus.OK:
+                raise UpstreamError(response.status, await _read_text(response))
+            answer = await _read(response)
         try:
-            response = await self._http.request(
-                method,
-                path,
-                content=None if body is None else orjson.dumps(body),
-                headers={"Content-Type": "application/json"},
-                timeout=timeout_seconds,
-            )
-        except httpx.HTTPError as exc:
-            raise RunnerGone(str(exc) or type(exc).__name__) from exc
-        if response.status_code != httpx.codes.OK:
-            raise UpstreamError(response.status_code, response.text)
-        try:
-            return orjson.loads(response.content)
+            return orjson.loads(answer)
         except orjson.JSONDecodeError as exc:
             raise UpstreamError(502, "the runner's answer is not JSON") from exc
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _pieces(content: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(content), PIECE_BYTES):
+        yield content[start : start + PIECE_BYTES]
+
+
+def _end_with_connection(response: aiohttp.ClientResponse) -> None:
+    """Tell whoever reads an answer when its connection ends.
+
+    The parser forgets to, after bytes that are no HTTP and when the session closes.
+    """
+    connection, content = response.connection, response.content
+    protocol = connection.protocol if connection is not None else None
+    ended = protocol.closed if protocol is not None else None
+    if ended is None:
+        return  # the whole answer has come already
+
+    def note_end(ended: asyncio.Future[None]) -> None:
+        if not ended.cancelled():
+            ended.exception()  # seen
+        if not content.is_eof() and content.exception() is None:
+            content.set_exception(aiohttp.ClientPayloadError())
+
+    ended.add_done_callback(note_end)
+
+
+def _gone(exc: Exception) -> RunnerGone:
+    """Say why a runner is gone, quoting nothing of what it sent."""
+    match exc:
+        case aiohttp.ClientConnectorError():
+            return RunnerGone(exc.os_error.strerror or "it cannot be reached")
+        case TimeoutError():
+            return RunnerGone("it does not answer")
+        case aiohttp.ClientResponseError():
+            return RunnerGone("what it answers is not HTTP")
+        case _:
+            return RunnerGone("it closed the connection before its answer was complete")
+
+
+async def _read(response: aiohttp.ClientResponse) -> bytes:
+    try:
+        return await response.content.read()
+    except (aiohttp.ClientError, OSError) as exc:
+        raise _gone(exc) from exc
+
+
+async def _read_text(response: aiohttp.ClientResponse) -> str:
+    return (await _read(response)).decode(errors="replace")
+
+
+async def _chunks(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the pieces of a body as they come. Raises RunnerGone."""
+    while True:
+        try:
+            chunk = await content.readany()
+        except (aiohttp.ClientError, OSError) as exc:
+            raise _gone(exc) from exc
+        if not chunk:
+            return
+        yield chunk
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
     """Yield the data of each server-sent event; stops after the final one."""
     buffer = bytearray()
-    async for chunk in response.aiter_raw():
+    async for chunk in _chunks(content):
         buffer += chunk
         start = 0
         while (stop := buffer.find(b"\n", start)) >= 0:
