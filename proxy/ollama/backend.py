@@ -12,7 +12,7 @@ Rules:
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.llamacpp.gguf_facts import ModelFacts
@@ -85,12 +85,18 @@ class Catalog(Protocol):
 class ReuseOptions:
     """How far one request takes part in sharing KV."""
 
-    namespace: str = ""
+    namespace: str = field(default="", repr=False)
     """Requests of different namespaces never share KV. Never logged."""
     read: bool = True
     """Whether stored KV may be restored for it."""
     write: bool = True
     """Whether KV that it makes may be stored."""
+    block_size: int | None = None
+    """Tokens of a block, a power of two; None: what the runner's blocks have."""
+    replica_num: int = 1
+    """Copies of its new blocks that a pool shall keep."""
+    soft_pin: bool = False
+    """Whether its new blocks shall be evicted after all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from proxy.ollama import listing, translate
+from proxy.ollama import listing, sharing, translate
 from proxy.ollama.backend import (
     Catalog,
     RequestObserver,
@@ -59,10 +59,10 @@ PARSE_IN_THREAD_BYTES = 1 << 20
 _ROOT_TEXT = "Ollama is running"
 
 Parsed = TypeVar("Parsed", GenerateRequest, ChatRequest)
-ReusePolicy = Callable[[web.Request], ReuseOptions]
+ReusePolicy = Callable[[web.Request, object], ReuseOptions]
 
 
-def share_all(request: web.Request) -> ReuseOptions:
+def share_all(request: web.Request, given: object) -> ReuseOptions:
     """Let every request read and write the KV of one namespace."""
     return ReuseOptions()
 
@@ -177,6 +177,7 @@ class OllamaApi:
             return _load_response(wanted, progress, done_reason="unload")
         check_supported(wanted, full_name=model.name)
         options = parse_options(wanted.options)
+        reuse = self._reuse_policy(request, wanted.options.get(sharing.FIELD))
         await _wait_ready(model, progress)
         if wanted.is_empty:
             return _load_response(wanted, progress, done_reason="load")
@@ -205,7 +206,7 @@ class OllamaApi:
                 json_schema=json_schema,
             ),
             route=kind.value,
-            reuse=self._reuse_policy(request),
+            reuse=reuse,
         )
         async with self._turns.turn(turn_request) as turn:
             progress.turn = turn
