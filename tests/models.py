@@ -322,7 +322,7 @@ def _vocabulary(
         types += [int(kinds.BYTE)] * 256
         tokens += [chr(code) for code in range(33, 127)] + ["▁", "\n"]
     else:
-        tokens += [_byte_letters()[byte] for byte in range(256)]
+        tokens += [byte_letters()[byte] for byte in range(256)]
     pairs = _learn_merges(tokenizer)
     tokens += [first + second for first, second in pairs]
     types += [int(kinds.NORMAL)] * (len(tokens) - len(types))
@@ -332,7 +332,7 @@ def _vocabulary(
     return tokens, types, scores, [" ".join(pair) for pair in pairs]
 
 
-def _byte_letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
     """Give the printable letter that byte-level BPE uses for each byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
@@ -342,7 +342,7 @@ def _byte_letters() -> dict[int, str]:
 
 def _learn_merges(tokenizer: Tokenizer, *, count: int = 300) -> list[tuple[str, str]]:
     """Merge the most frequent neighbours of a short text, again and again."""
-    letters = _byte_letters()
+    letters = byte_letters()
     spaces = {" ": "▁"} if tokenizer == "spm" else {" ": letters[32]}
     words = Counter(" " + word for word in _CORPUS.split())
     split = [
