@@ -99,6 +99,7 @@ class Serving:
             runner = self._runner(f"{model.name}/{number}", model, embedded.PATIENCE)
             options = EmbeddedOptions(
                 model_path=path,
+                alias=model.name,
                 slots=self._engine.slots,
                 context_tokens=context,
                 kv_type=self._engine.kv_type,

@@ -62,6 +62,7 @@ def write_tiny_model(
     n_ctx_train: int = 131072,
     is_endless: bool = False,
     longrope_tokens: int = 0,
+    recommended_temperature: float | None = None,
 ) -> Path:
     """Write a random model of `architecture`; the same arguments give the same file.
 
@@ -69,7 +70,8 @@ def write_tiny_model(
     latent K only, qwen2vl has M-RoPE. There are n_embd / 32 heads, and a KV row of one
     layer is n_head_kv * 32 elements, for K and V each (deepseek2 apart). An endless
     model never chooses a control token, so its greedy text ends at no length. With
-    `longrope_tokens` RoPE has other factors in contexts that are longer than that.
+    `longrope_tokens` RoPE has other factors in contexts that are longer than that. The
+    engine samples with a `recommended_temperature` where nobody says otherwise.
     """
     n_head = n_embd // HEAD_DIM
     num_layers = n_layer or (6 if architecture == "gemma3" else 2)
@@ -103,6 +105,8 @@ def write_tiny_model(
             shapes |= _transformer(
                 writer, architecture, num_layers, n_embd, n_head, n_head_kv
             )
+    if recommended_temperature is not None:
+        writer.add_float32("general.sampling.temp", recommended_temperature)
     if longrope_tokens:
         _add_longrope(writer, longrope_tokens)
     _add_tokenizer(writer, tokenizer, tokens, types, scores, merges, add_bos)

@@ -49,11 +49,21 @@ LAST_LINES = 2
 """Of the log of a process that did not start: our own, and the engine's before it."""
 
 
+_OLLAMA_SAMPLING = (
+    "--temp", "1.0", "--top-p", "1.0", "--top-k", "40", "--min-p", "0.0",
+    "--repeat-penalty", "1.0",
+)  # fmt: skip
+"""What Ollama samples with on its OpenAI-compatible routes where a request does not
+say. Its own routes have other defaults, and state every value."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedOptions:
     """How a llama-server of ours is started."""
 
     model_path: Path
+    alias: str
+    """The model's name in the engine's own answers."""
     slots: int
     context_tokens: int
     """Per slot."""
@@ -78,6 +88,8 @@ class EmbeddedOptions:
             "--cache-type-k", self.kv_type,
             "--cache-type-v", self.kv_type,
             "--flash-attn", self.flash_attention,
+            *_OLLAMA_SAMPLING,
+            "--alias", self.alias,
             "--metrics",
             "--slots",
         ]  # fmt: skip

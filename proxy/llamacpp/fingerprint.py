@@ -33,7 +33,9 @@ HARMLESS_FLAGS: Mapping[str, int] = {
     "-cb": 0, "--mlock": 0, "--no-mmap": 0, "--mmap": 0, "--load-mode": 1,
     "--slot-prompt-similarity": 1, "-sps": 1, "--ctx-checkpoints": 1,
     "--no-context-shift": 0, "--context-shift": 0, "--keep": 1, "--no-warmup": 0,
-    "--warmup": 0, "--seed": 1, "-s": 1, "--temp": 1, "--reasoning-format": 1,
+    "--warmup": 0, "--seed": 1, "-s": 1, "--temp": 1, "--top-p": 1, "--top-k": 1,
+    "--min-p": 1, "--repeat-penalty": 1, "--reasoning-format": 1,
+    "-mm": 1, "--mmproj": 1,
     "--prio": 1, "--numa": 1, "--sse-ping-interval": 1, "--api-key": 1,
     # told by the probed state file
     "-fa": 1, "--flash-attn": 1, "-ctk": 1, "--cache-type-k": 1, "-ctv": 1,

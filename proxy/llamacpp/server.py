@@ -36,7 +36,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from proxy.errors import ConfigError
 
@@ -52,6 +52,27 @@ _CPU_BATCH_TOKENS = 128
 are many seconds of a CPU's work; smaller ones cost a CPU nothing (measured at 64 to
 2,048 tokens: no difference beyond the noise)."""
 _KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+
+
+class _Sampling(NamedTuple):
+    """A default of sampling, for requests that do not say."""
+
+    flag: str
+    kind: type[int] | type[float]
+    name: str
+    """In the engine's parameters."""
+    is_given_bit: int
+    """Tells the engine that a value which the model's file recommends does not count
+    (llama.cpp, common/common.h: common_params_sampling_config)."""
+
+
+_SAMPLING = (
+    _Sampling("--temp", float, "temp", 1 << 6),
+    _Sampling("--top-p", float, "top_p", 1 << 2),
+    _Sampling("--top-k", int, "top_k", 1 << 1),
+    _Sampling("--min-p", float, "min_p", 1 << 3),
+    _Sampling("--repeat-penalty", float, "penalty_repeat", 1 << 8),
+)
 _FLASH_ATTENTION = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}
 
 
@@ -73,6 +94,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-ram", type=int, default=8192, metavar="MIB")
     parser.add_argument("--threads", type=int, default=-1)
     parser.add_argument("--batch-size", type=int, metavar="N")
+    for sampling in _SAMPLING:
+        parser.add_argument(sampling.flag, type=sampling.kind, metavar="N")
+    parser.add_argument("--mmproj", type=Path, help="projector, for images")
+    parser.add_argument("--context-shift", action="store_true")
     parser.add_argument("--metrics", action="store_true")
     parser.add_argument("--slots", action="store_true")
     parser.add_argument("--kv-unified", action="store_true")
@@ -95,13 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse early, in words of our own, what the engine would refuse in its own."""
-    try:
-        with options.model.open("rb") as file:
-            magic = file.read(len(_GGUF_MAGIC))
-    except OSError as error:
-        raise ConfigError(f"model {options.model}: {error.strerror}") from error
-    if magic != _GGUF_MAGIC:
-        raise ConfigError(f"model {options.model}: not a GGUF file")
+    _check_gguf("model", options.model)
+    if options.mmproj is not None:
+        _check_gguf("projector", options.mmproj)
     if options.slot_save_path:
         try:
             options.slot_save_path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -118,6 +139,16 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"socket {path} is in use")
         time.sleep(0.02)
     path.unlink(missing_ok=True)  # left over by a process that was killed
+
+
+def _check_gguf(what: str, path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(len(_GGUF_MAGIC))
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}") from error
+    if magic != _GGUF_MAGIC:
+        raise ConfigError(f"{what} {path}: not a GGUF file")
 
 
 def _is_listened_on(path: Path) -> bool:
@@ -272,6 +303,14 @@ def _apply(options: argparse.Namespace, params: Any, xllamacpp: Any) -> None:  #
     if batch_tokens is not None:
         params.n_batch = batch_tokens
         params.n_ubatch = min(params.n_ubatch, batch_tokens)
+    for sampling in _SAMPLING:
+        value = getattr(options, sampling.flag[2:].replace("-", "_"))
+        if value is not None:
+            setattr(params.sampling, sampling.name, value)
+            params.sampling.user_sampling_config |= sampling.is_given_bit
+    if options.mmproj is not None:
+        params.mmproj.path = str(options.mmproj)
+    params.ctx_shift = options.context_shift
     params.endpoint_metrics = options.metrics
     params.endpoint_slots = options.slots
     # a slot keeps what was restored into it, whatever other slots do

@@ -14,7 +14,8 @@ def test_harmless_flags_are_left_out() -> None:
     """Slots, context, threads, ports and paths do not change KV."""
     line = (
         "--model m.gguf --port 1 -c 8192 -np 4 --slot-save-path /x --metrics"
-        " --threads=4 -ngl 99 --flash-attn on -ctk q8_0 --no-webui"
+        " --threads=4 -ngl 99 --flash-attn on -ctk q8_0 --no-webui --alias x:latest"
+        " --temp 1 --top-p 1.0 --top-k 40 --min-p 0 --repeat-penalty 1 --mmproj p.gguf"
     )
     assert kv_flags(line.split()) == ()
 

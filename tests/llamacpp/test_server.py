@@ -171,6 +171,19 @@ def test_it_serves_what_kvbus_asks_of_it(runner: Runner) -> None:
     assert reused == len(tokens)
 
 
+def test_sampling_defaults_are_those_of_the_command_line(tmp_path: Path) -> None:
+    """Also where the model's file recommends others, which only count without."""
+    model = write_tiny_model(tmp_path / "m.gguf", seed=2, recommended_temperature=0.125)
+    names = ("temperature", "top_p", "top_k", "min_p", "repeat_penalty")
+    flags = "--temp 1.0 --top-p 0.75 --top-k 30 --min-p 0.0 --repeat-penalty 1.5"
+    with running(model, *flags.split(), ctx_size=512) as runner:
+        given = runner.get("/props")["default_generation_settings"]["params"]
+    assert [given[name] for name in names] == [1.0, 0.75, 30, 0.0, 1.5]
+    with running(model, ctx_size=512) as runner:
+        own = runner.get("/props")["default_generation_settings"]["params"]
+    assert own["temperature"] == 0.125
+
+
 def test_slots_keep_what_they_hold(runner: Runner) -> None:
     """A slot that was filled is not emptied by what another slot does."""
     prompt = list(range(3, 90))
