@@ -10,14 +10,12 @@ Rules:
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from proxy.durations import parse_go_duration
 from proxy.errors import RequestError
-
-NANOSECONDS = 1_000_000_000
 
 _INT64_LIMIT = 2**63
 
@@ -111,19 +109,6 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-_UNIT_SECONDS = {
-    "ns": 1e-9,
-    "us": 1e-6,
-    "\u00b5s": 1e-6,
-    "\u03bcs": 1e-6,
-    "ms": 1e-3,
-    "s": 1.0,
-    "m": 60.0,
-    "h": 3600.0,
-}
-_DURATION_PART = re.compile(r"(\d+\.?\d*|\.\d+)([^\d.]*)", re.ASCII)
-
-
 def parse_keep_alive(value: object) -> float | None:
     """Read `keep_alive` in seconds; infinity for a negative one, None for null.
 
@@ -150,24 +135,7 @@ def parse_duration(text: str) -> float:
 
     Raises RequestError (400) with Go's text.
     """
-    sign, rest = (text[0], text[1:]) if text[:1] in ("+", "-") else ("", text)
-    if rest == "0":
-        return 0.0
-    seconds = 0.0
-    position = 0
-    while position < len(rest):
-        part = _DURATION_PART.match(rest, position)
-        if part is None:
-            break
-        number, unit = part.groups()
-        if not unit:
-            raise RequestError(400, f'time: missing unit in duration "{text}"')
-        if unit not in _UNIT_SECONDS:
-            raise RequestError(400, f'time: unknown unit "{unit}" in duration "{text}"')
-        seconds += float(number) * _UNIT_SECONDS[unit]
-        position = part.end()
-    if not rest or position < len(rest):
-        raise RequestError(400, f'time: invalid duration "{text}"')
-    if seconds * NANOSECONDS >= _INT64_LIMIT:
-        raise RequestError(400, f'time: invalid duration "{text}"')
-    return -seconds if sign == "-" else seconds
+    try:
+        return parse_go_duration(text)
+    except ValueError as exc:
+        raise RequestError(400, str(exc)) from exc

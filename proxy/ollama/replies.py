@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from proxy.durations import NANOSECONDS
 from proxy.errors import RunnerGone
 from proxy.ollama import translate
 from proxy.ollama.backend import RequestObserver, RequestOutcome, Turn
@@ -27,7 +28,6 @@ from proxy.ollama.failures import (
     json_response,
     to_failure,
 )
-from proxy.ollama.options import NANOSECONDS
 from proxy.ollama.translate import ReplyKind, TurnTotals
 
 

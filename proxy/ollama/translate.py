@@ -18,8 +18,9 @@ from typing import Any
 
 import orjson
 
+from proxy.durations import NANOSECONDS
 from proxy.errors import RequestError, RunnerGone, UpstreamError
-from proxy.ollama.options import NANOSECONDS, SamplingOptions
+from proxy.ollama.options import SamplingOptions
 
 _NANOSECONDS_PER_MS = 1e6
 _INT32_LIMIT = 2**31 - 1
