@@ -1,21 +1,13 @@
 """llama-server's HTTP API, as far as kvbus uses it.
 
 Rules:
-1. Foreign errors are translated here and nowhere else: an error answer becomes
-   `UpstreamError`, a broken or refused connection `RunnerGone`.
-2. A connection per request: llama-server closes streams' connections, and a reused
-   one may be half closed when the next request is written to it.
-3. No time-out on a generation (a prefill may be silent for minutes); a bounded one
+1. An answer that is no success becomes `UpstreamError` here and nowhere else.
+2. No time-out on a generation (a prefill may be silent for minutes); a bounded one
    on everything else.
-4. An answer whose connection has ended is over, whatever the HTTP parser made of it:
-   nobody waits for the rest.
-5. Closing is synchronous: no cancellation comes between an answer that is given up
-   and the end of its connection, which is what stops the engine.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -29,23 +21,12 @@ import orjson
 from proxy.errors import RunnerGone, SlotError, UpstreamError
 from proxy.llamacpp.answers import EngineAnswer
 from proxy.llamacpp.gguf_facts import ModelFacts
+from proxy.llamacpp.runner_http import RunnerHttp, read, read_chunks, read_text
 
 CONTROL_TIMEOUT_SECONDS = 10.0
 TOKENIZE_TIMEOUT_SECONDS = 120.0
-CLOSE_SECONDS = 1.0
-
-PIECE_BYTES = 1 << 18
-"""Larger bodies are written in pieces, waiting for the runner between them."""
-
 _CONTROL_BOUNDS = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_SECONDS)
 _GENERATION_BOUNDS = aiohttp.ClientTimeout(connect=CONTROL_TIMEOUT_SECONDS)
-
-_HEADERS = {
-    "Accept": "*/*",
-    "Accept-Encoding": "identity",
-    "Content-Type": "application/json",
-    "User-Agent": "kvbus",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,35 +43,18 @@ class LlamaServerClient:
 
     def __init__(self, *, url: str, socket_path: Path | None = None) -> None:
         self.url = url
-        connector: aiohttp.BaseConnector
-        if socket_path:
-            connector = aiohttp.UnixConnector(
-                str(socket_path), force_close=True, limit=0
-            )
-        else:
-            connector = aiohttp.TCPConnector(force_close=True, limit=0)
-        self._http = aiohttp.ClientSession(
-            connector=connector,
-            headers=_HEADERS,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-        )
+        self._http = RunnerHttp(url=url, socket_path=socket_path)
 
     async def close(self) -> None:
-        """Close all connections; whoever waits for an answer gets RunnerGone.
-
-        A frozen runner may leave a connection with something unsent: it is not waited
-        for.
-        """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_SECONDS):
-                await self._http.close()
+        """Close all connections; whoever waits for an answer gets RunnerGone."""
+        await self._http.close()
 
     async def is_healthy(self, *, timeout_seconds: float = 2.0) -> bool:
         """Tell whether the model is loaded and the server answers."""
         bounds = aiohttp.ClientTimeout(total=timeout_seconds)
         try:
-            async with self._request("GET", "/health", bounds=bounds) as response:
+            async with self._http.request("GET", "/health", bounds=bounds) as response:
+                await read(response)
                 return response.status == HTTPStatus.OK
         except RunnerGone:
             return False
@@ -193,12 +157,12 @@ class LlamaServerClient:
         UpstreamError before the first event, UpstreamError or RunnerGone later.
         """
         content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        async with self._request(
+        async with self._http.request(
             "POST", path, content, bounds=_GENERATION_BOUNDS
         ) as response:
             if response.status != HTTPStatus.OK:
-                raise UpstreamError(response.status, await _read_text(response))
-            yield _events(response.content)
+                raise UpstreamError(response.status, await read_text(response))
+            yield _events(read_chunks(response))
 
     @asynccontextmanager
     async def open_answer(
@@ -214,52 +178,15 @@ class LlamaServerClient:
         if body.get("stream"):
             body = {**body, "return_progress": True}
         content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        async with self._request(
+        async with self._http.request(
             "POST", path, content, bounds=_GENERATION_BOUNDS
         ) as response:
             yield EngineAnswer(
                 status=response.status,
                 content_type=response.headers.get("Content-Type", ""),
-                chunks=_chunks(response.content),
+                chunks=read_chunks(response),
                 keeps_progress=wants_progress,
             )
-
-    @asynccontextmanager
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        content: bytes | None = None,
-        *,
-        bounds: aiohttp.ClientTimeout,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request, yield the beginning of its answer, close the connection.
-
-        Raises RunnerGone.
-        """
-        if self._http.closed:
-            raise RunnerGone("its process has ended")
-        data: bytes | AsyncIterator[bytes] | None = content
-        headers: dict[str, str] = {}
-        if content is not None and len(content) > PIECE_BYTES:
-            data = _pieces(content)
-            headers["Content-Length"] = str(len(content))
-        try:
-            response = await self._http.request(
-                method,
-                self.url + path,
-                data=data,
-                headers=headers,
-                timeout=bounds,
-                allow_redirects=False,
-            )
-        except (aiohttp.ClientError, OSError) as exc:
-            raise _gone(exc) from exc
-        try:
-            _end_with_connection(response)
-            yield response
-        finally:
-            response.close()
 
     async def _slot_action(
         self, slot_id: int, action: str, file_name: str, timeout_seconds: float
@@ -288,81 +215,20 @@ class LlamaServerClient:
             if timeout_seconds is None
             else aiohttp.ClientTimeout(total=timeout_seconds)
         )
-        async with self._request(method, path, content, bounds=bounds) as response:
+        async with self._http.request(method, path, content, bounds=bounds) as response:
             if response.status != HTTPStatus.OK:
-                raise UpstreamError(response.status, await _read_text(response))
-            answer = await _read(response)
+                raise UpstreamError(response.status, await read_text(response))
+            answer = await read(response)
         try:
             return orjson.loads(answer)
         except orjson.JSONDecodeError as exc:
             raise UpstreamError(502, "the runner's answer is not JSON") from exc
 
 
-async def _pieces(content: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(content), PIECE_BYTES):
-        yield content[start : start + PIECE_BYTES]
-
-
-def _end_with_connection(response: aiohttp.ClientResponse) -> None:
-    """Tell whoever reads an answer when its connection ends.
-
-    The parser forgets to, after bytes that are no HTTP and when the session closes.
-    """
-    connection, content = response.connection, response.content
-    protocol = connection.protocol if connection is not None else None
-    ended = protocol.closed if protocol is not None else None
-    if ended is None:
-        return  # the whole answer has come already
-
-    def note_end(ended: asyncio.Future[None]) -> None:
-        if not ended.cancelled():
-            ended.exception()  # seen
-        if not content.is_eof() and content.exception() is None:
-            content.set_exception(aiohttp.ClientPayloadError())
-
-    ended.add_done_callback(note_end)
-
-
-def _gone(exc: Exception) -> RunnerGone:
-    """Say why a runner is gone, quoting nothing of what it sent."""
-    match exc:
-        case aiohttp.ClientConnectorError():
-            return RunnerGone(exc.os_error.strerror or "it cannot be reached")
-        case TimeoutError():
-            return RunnerGone("it does not answer")
-        case aiohttp.ClientResponseError():
-            return RunnerGone("what it answers is not HTTP")
-        case _:
-            return RunnerGone("it closed the connection before its answer was complete")
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    try:
-        return await response.content.read()
-    except (aiohttp.ClientError, OSError) as exc:
-        raise _gone(exc) from exc
-
-
-async def _read_text(response: aiohttp.ClientResponse) -> str:
-    return (await _read(response)).decode(errors="replace")
-
-
-async def _chunks(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the pieces of a body as they come. Raises RunnerGone."""
-    while True:
-        try:
-            chunk = await content.readany()
-        except (aiohttp.ClientError, OSError) as exc:
-            raise _gone(exc) from exc
-        if not chunk:
-            return
-        yield chunk
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
+async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
     """Yield the data of each server-sent event; stops after the final one."""
     buffer = bytearray()
-    async for chunk in _chunks(content):
+    async for chunk in chunks:
         buffer += chunk
         start = 0
         while (stop := buffer.find(b"\n", start)) >= 0:

@@ -1,0 +1,123 @@
+"""A runner that answers something else than it should: every kind of it ends soon.
+
+A real one cannot be made to; the server here sends what it is told and closes.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from proxy.errors import KvbusError, RunnerGone, SlotError, UpstreamError
+from proxy.llamacpp.client import LlamaServerClient
+
+SOON_SECONDS = 5.0
+SECRET = "a prompt"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+EVENT = b'data: {"content": "a"}\n\n'
+CHUNK = b"%x\r\n%s\r\n" % (len(EVENT), EVENT)
+
+BROKEN = {
+    "nothing": [b""],
+    "no HTTP": [b"SSH-2.0-a prompt\r\n\r\n"],
+    "half a head": [b"HTTP/1.1 200 OK\r\nContent-Type: a prompt"],
+    "an endless head": [b"HTTP/1.1 200 OK\r\n", b"X: a prompt\r\n" * 1000],
+    "an early end": [CHUNKED, CHUNK],
+    "half a chunk": [CHUNKED, CHUNK, b"ff\r\na prompt"],
+    "no chunk": [CHUNKED, CHUNK, b"a prompt\r\n"],
+    "no chunk, at once": [CHUNKED + CHUNK + b"a prompt\r\n"],
+    "an early last chunk": [CHUNKED, CHUNK, b"0\r\n\r\n"],
+    "a short body": [SIZED, EVENT],
+    "no length": [b"HTTP/1.1 200 OK\r\n\r\n", EVENT],
+    "no JSON": [CHUNKED, b"10\r\ndata: a prompt\n\n\r\n"],
+}
+
+
+@asynccontextmanager
+async def runner_that_sends(
+    pieces: list[bytes], folder: Path, *, hangs: bool = False
+) -> AsyncIterator[LlamaServerClient]:
+    """Make a client of a server that sends `pieces` one by one and closes, or hangs."""
+
+    async def answer(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0.02)  # so that it comes by itself
+        if hangs:
+            await reader.read()
+        writer.close()
+
+    path = folder / "r.sock"
+    server = await asyncio.start_unix_server(answer, path)
+    client = LlamaServerClient(url="http://runner", socket_path=path)
+    try:
+        yield client
+    finally:
+        await client.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def read_stream(client: LlamaServerClient) -> None:
+    """Read the events of a reply until it fails."""
+    async with client.stream_completion("/completion", {}) as events:
+        async for _ in events:
+            pass
+
+
+async def read_answer(client: LlamaServerClient) -> None:
+    """Read an answer that is passed on."""
+    async with client.open_answer("/completion", {}) as answer:
+        await answer.read()
+
+
+@pytest.mark.parametrize("pieces", BROKEN.values(), ids=BROKEN)
+async def test_a_broken_stream_ends_soon(pieces: list[bytes], tmp_path: Path) -> None:
+    """Nobody waits for the rest, and nothing that was sent is told."""
+    async with runner_that_sends(pieces, tmp_path) as client:
+        with pytest.raises(RunnerGone) as caught:
+            await asyncio.wait_for(read_stream(client), SOON_SECONDS)
+        assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("pieces", BROKEN.values(), ids=BROKEN)
+async def test_a_broken_answer_ends_soon(pieces: list[bytes], tmp_path: Path) -> None:
+    """So do short answers, and those that are passed on, unless they are whole."""
+    is_whole = pieces in (BROKEN["an early last chunk"], BROKEN["no length"])
+    is_broken = not is_whole and pieces is not BROKEN["no JSON"]
+    async with runner_that_sends(pieces, tmp_path) as client:
+        with pytest.raises(KvbusError) as caught:
+            await asyncio.wait_for(client.props(), SOON_SECONDS)
+        assert isinstance(caught.value, RunnerGone) == (not is_whole)
+        assert SECRET not in str(caught.value)
+        if is_broken:
+            with pytest.raises(RunnerGone):
+                await asyncio.wait_for(read_answer(client), SOON_SECONDS)
+
+
+async def test_an_error_in_a_stream_keeps_its_status(tmp_path: Path) -> None:
+    """An error event after the first one is an UpstreamError."""
+    error = b'error: {"code": 507, "message": "no room"}\n\n'
+    chunk = b"%x\r\n%s\r\n" % (len(error), error)
+    async with runner_that_sends([CHUNKED, CHUNK, chunk], tmp_path) as client:
+        with pytest.raises(UpstreamError) as caught:
+            await read_stream(client)
+        assert caught.value.status == 507
+
+
+async def test_a_silent_runner_is_given_up(tmp_path: Path) -> None:
+    """A control request has a time-out, also where an answer has begun."""
+    for pieces in ([], [SIZED]):
+        folder = tmp_path / str(len(pieces))
+        folder.mkdir()
+        async with runner_that_sends(pieces, folder, hangs=True) as client:
+            assert not await client.is_healthy(timeout_seconds=0.1)
+            with pytest.raises(SlotError, match="does not answer"):
+                await client.restore_slot(0, "none", timeout_seconds=0.1)
