@@ -85,6 +85,7 @@ class Metrics:
         self.phase = histogram(
             "phase_seconds", "Duration of the phases of a turn.", "phase"
         )
+        self.paused = gauge("paused", "Whether sharing is switched off.")
         self.slots = gauge("slots", "Slots of runners that are ready.", "model")
         self.slots_leased = gauge("slots_leased", "Slots in use.", "model")
         self.waiting = gauge("waiting_requests", "Requests in the queue.", "model")

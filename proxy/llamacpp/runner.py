@@ -19,7 +19,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,6 +66,18 @@ class Sharing:
     def fingerprint(self, namespace: str) -> Fingerprint:
         """Return what the keys of this runner's blocks start from."""
         return fingerprint({**self.fields, "namespace": namespace})
+
+    def with_block_size(self, block_size: int | None) -> "Sharing":
+        """Return the same with blocks of another size; None: as they are."""
+        if block_size is None or block_size == self.block_size:
+            return self
+        fields = {**self.fields, "block_size": block_size}
+        return replace(self, block_size=block_size, fields=fields)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of K and V of one block."""
+        return self.block_size * self.layout.kv_bytes_per_token
 
 
 def _never_ends() -> bool:

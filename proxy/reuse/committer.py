@@ -8,7 +8,9 @@ Rules:
 3. The token list in the file is the truth about the slot. A file that does not begin
    with what the slot is believed to hold, or is of another length, is not used.
 4. All tasks belong to this owner; too many of them drop a commit, never a reply.
-5. Whoever needs a prefix that is on its way into the store can wait for it: an agent's
+5. The model counts as used until the engine has written the file: its process must
+   not be ended before.
+6. Whoever needs a prefix that is on its way into the store can wait for it: an agent's
    next request comes within milliseconds of the answer, before the commit is done.
    The wait is bounded by what commits took so far, and one in vain is the last for
    `WAITS_OFF_SECONDS`.
@@ -29,7 +31,9 @@ from proxy.llamacpp.slot_files import SaveFile
 from proxy.metrics import Metrics
 from proxy.prefix.hashing import TokenIds, common_prefix_tokens, hash_blocks
 from proxy.reuse.arbiter import Line
+from proxy.reuse.plan import RequestedReuse
 from proxy.reuse.slots import Slot, SlotPool
+from proxy.reuse.trace import CommitReport
 from proxy.store.base import BlockRef, BlockStore, PutOutcome
 
 logger = logging.getLogger(__name__)
@@ -72,26 +76,33 @@ class Committer:
         return f"<Committer {len(self._tasks)} pending>"
 
     def commit(
-        self, slot: Slot, pool: SlotPool, *, namespace: str, num_tokens: int
-    ) -> None:
+        self,
+        slot: Slot,
+        pool: SlotPool,
+        *,
+        sharing: Sharing,
+        reuse: RequestedReuse,
+        num_tokens: int,
+    ) -> CommitReport:
         """Take over the lease of `slot`; store its new blocks if that is possible.
 
-        `num_tokens` is how many the slot holds; it may know fewer of their ids.
+        `num_tokens` is how many the slot holds; it may know fewer of their ids. What
+        is returned is filled in when the commit has ended.
         """
-        sharing, store = slot.runner.sharing, self._store
-        if store is None or sharing is None or not store.is_available:
+        store = self._store
+        if store is None or not store.is_available:
             pool.release(slot)
-            return
+            return CommitReport("the store is away" if store else "no store")
         if len(self._tasks) >= MAX_PENDING_COMMITS:
             self._metrics.commits.labels("dropped").inc()
             pool.release(slot)
-            return
-        fingerprint = sharing.fingerprint(namespace)
-        commit = _Commit(slot, pool, sharing, fingerprint, num_tokens)
+            return CommitReport("dropped")
+        commit = _Commit(slot, pool, sharing, reuse, num_tokens)
         self._under_way.add(commit)
         task = asyncio.create_task(self._run(commit, store))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return commit.report
 
     def coming_tokens(self, token_ids: TokenIds, fingerprint: Fingerprint) -> int:
         """Tell how many leading tokens, in whole blocks, are worth waiting for."""
@@ -136,6 +147,7 @@ class Committer:
             await asyncio.wait(late)
 
     async def _run(self, commit: "_Commit", store: BlockStore) -> None:
+        result = "cancelled"
         try:
             result = await self._save_and_put(commit, store)
         except (ReuseError, RunnerGone) as exc:
@@ -153,6 +165,8 @@ class Committer:
             commit.release()
             self._under_way.discard(commit)
             commit.done.set()
+            commit.report.result = result
+            commit.report.seconds = time.monotonic() - commit.started
         self._metrics.commits.labels(result).inc()
         if result == "stored":
             seconds = time.monotonic() - commit.started
@@ -163,6 +177,7 @@ class Committer:
         if not num_blocks:
             return "nothing new"
         present = await self._present(commit, store)
+        commit.report.present_blocks = sum(present)
         if all(present) and len(present) == num_blocks:
             return "nothing new"
         file = await self._save(commit)
@@ -253,6 +268,11 @@ class Committer:
             if not await _comes_back(store, PUT_PATIENCE_SECONDS):
                 raise
             outcome = await put()  # what the first one has stored is present now
+        report = commit.report
+        report.stored_blocks = outcome.stored_blocks
+        report.present_blocks += outcome.present_blocks
+        report.failed_blocks = outcome.failed_blocks
+        report.stored_bytes = outcome.stored_bytes
         self._metrics.committed_bytes.inc(outcome.stored_bytes)
         return "refused" if outcome.failed_blocks else "stored"
 
@@ -265,7 +285,7 @@ class _Commit:
         slot: Slot,
         pool: SlotPool,
         sharing: Sharing,
-        fingerprint: Fingerprint,
+        reuse: RequestedReuse,
         num_tokens: int,
     ) -> None:
         self.num_tokens = num_tokens
@@ -273,7 +293,8 @@ class _Commit:
         self.started = time.monotonic()
         self.slot = slot
         self.sharing = sharing
-        self.fingerprint = fingerprint
+        self.fingerprint = sharing.fingerprint(reuse.namespace)
+        self.report = CommitReport()
         self.expected = slot.token_ids
         self.done = asyncio.Event()
         self._pool: SlotPool | None = pool

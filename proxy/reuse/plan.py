@@ -113,6 +113,21 @@ class RequestedReuse(Protocol):
         """Whether KV that it makes may be stored."""
         ...
 
+    @property
+    def block_size(self) -> int | None:
+        """Tokens of a block; None: what the runner's blocks have."""
+        ...
+
+    @property
+    def replica_num(self) -> int:
+        """Copies of its new blocks that a pool shall keep."""
+        ...
+
+    @property
+    def soft_pin(self) -> bool:
+        """Whether its new blocks shall be evicted after all others."""
+        ...
+
 
 class RequestedTurn(Protocol):
     """One prompt to be continued by a model."""

@@ -9,6 +9,8 @@ Rules:
    of those the slot that was used longest ago.
 4. Slots of a runner that went away are forgotten; their leases end without effect.
 5. All of it happens on the event loop, synchronously: no locks.
+6. What a slot holds belongs to the namespace that its last turn was of. For turns of
+   others it holds nothing.
 """
 
 import asyncio
@@ -39,13 +41,21 @@ class Slot:
     runner: Runner
     slot_id: int
     token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
+    namespace: str = field(default="", repr=False)
     is_leased: bool = False
     last_used: int = 0
+
+    def shared_tokens(self, token_ids: TokenIds, namespace: str) -> int:
+        """Return how many leading tokens of a prompt it holds for a namespace."""
+        if self.namespace != namespace:
+            return 0
+        return common_prefix_tokens(self.token_ids, token_ids)
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
     token_ids: TokenIds
+    namespace: str = field(repr=False)
     granted: asyncio.Future[Slot]
 
 
@@ -92,14 +102,14 @@ class SlotPool:
             if not granted.done():
                 granted.set_exception(error)
 
-    async def lease(self, token_ids: TokenIds) -> Slot:
+    async def lease(self, token_ids: TokenIds, namespace: str = "") -> Slot:
         """Wait for a slot for a prompt. Raises RequestError when too many wait."""
         if len(self._waiting) >= MAX_WAITING:
             raise RequestError(
                 503, "server busy, please try again.  maximum pending requests exceeded"
             )
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(token_ids, loop.create_future())
+        waiter = _Waiter(token_ids, namespace, loop.create_future())
         self._waiting.append(waiter)
         self._grant()
         try:
@@ -118,7 +128,7 @@ class SlotPool:
 
     def _grant(self) -> None:
         while self._waiting:
-            slot = self._choose(self._waiting[0].token_ids)
+            slot = self._choose(self._waiting[0])
             if slot is None:
                 return
             granted = self._waiting.popleft().granted
@@ -129,7 +139,7 @@ class SlotPool:
             slot.last_used = self._clock
             granted.set_result(slot)
 
-    def _choose(self, token_ids: TokenIds) -> Slot | None:
+    def _choose(self, waiter: _Waiter) -> Slot | None:
         free = [slot for slot in self._slots if not slot.is_leased]
         if not free:
             return None
@@ -138,7 +148,7 @@ class SlotPool:
             leases[id(slot.runner)] = leases.get(id(slot.runner), 0) + slot.is_leased
 
         def rank(slot: Slot) -> tuple[int, int, int]:
-            shared = common_prefix_tokens(slot.token_ids, token_ids)
+            shared = slot.shared_tokens(waiter.token_ids, waiter.namespace)
             is_hot = shared >= MIN_HOT_TOKENS
             return (-shared if is_hot else 0, leases[id(slot.runner)], slot.last_used)
 

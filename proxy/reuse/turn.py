@@ -4,16 +4,21 @@ Rules:
 1. The slot is pinned and named in each forwarded body.
 2. The stream stops after the engine's final event, or when its reader leaves.
 3. `totals` are set exactly when the answer came to its end.
+4. A runner that dies before the first word of its answer costs time only: the turn
+   moves to another slot and asks again. After the first word nothing is asked twice.
+5. What the slot holds of another namespace is not reused.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from proxy.errors import RunnerGone
 from proxy.llamacpp.answers import EngineAnswer
+from proxy.llamacpp.client import LlamaServerClient
 from proxy.llamacpp.totals import EngineTotals, TotalsScanner, is_final, read_event
 from proxy.prefix.hashing import TokenIds
 from proxy.reuse.plan import RequestedTurn
@@ -23,6 +28,9 @@ from proxy.reuse.trace import TurnTrace
 COMPLETION_PATH = "/completion"
 OK_STATUS = 200
 
+_Answer = TypeVar("_Answer")
+_Word = TypeVar("_Word")
+
 
 @dataclass(slots=True, eq=False)
 class ActiveTurn:
@@ -31,7 +39,10 @@ class ActiveTurn:
     request: RequestedTurn
     slot: Slot
     trace: TurnTrace
-    load_seconds: float
+    move: Callable[["ActiveTurn", RunnerGone], Awaitable[None]]
+    """Takes it to another slot, prepared; raises the error where that must not be."""
+    keeps_slot: bool = True
+    """Whether the engine may reuse what the slot holds."""
     generated: list[int] = field(default_factory=list)
     totals: EngineTotals | None = None
 
@@ -39,6 +50,11 @@ class ActiveTurn:
     def request_id(self) -> str:
         """Short, unique, safe in a header and in a log."""
         return self.trace.request_id
+
+    @property
+    def load_seconds(self) -> float:
+        """How long it waited for a runner to be loaded."""
+        return self.trace.stages.get("load", 0.0)
 
     @property
     def decision(self) -> str:
@@ -60,10 +76,56 @@ class ActiveTurn:
 
         Raises UpstreamError before the first event and RunnerGone at any time.
         """
+        async with self._answered(self._ask_events, _next_event) as (events, event):
+            while True:
+                if is_final(event):
+                    self.totals = read_event(event)
+                else:
+                    self.generated += event.get("tokens", ())
+                yield event
+                if self.totals is not None:
+                    return
+                event = await _next_event(events)
+
+    @asynccontextmanager
+    async def forward(self) -> AsyncIterator["RelayedAnswer"]:
+        """Send the body as it is, with the slot named; relay the answer unchanged.
+
+        Raises RunnerGone.
+        """
+        async with self._answered(self._ask_answer, _first_chunk) as (answer, first):
+            yield RelayedAnswer(self, answer, *first)
+
+    @asynccontextmanager
+    async def _answered(
+        self,
+        ask: Callable[[LlamaServerClient], AbstractAsyncContextManager[_Answer]],
+        hear: Callable[[_Answer], Awaitable[_Word]],
+    ) -> AsyncIterator[tuple[_Answer, _Word]]:
+        """Ask the slot's runner, or the next one (rule 4), and hear its first word."""
+        while True:
+            gone: RunnerGone
+            with self.trace.stage("forward"):
+                async with AsyncExitStack() as stack:
+                    try:
+                        runner = self.slot.runner
+                        runner.check_process()
+                        answer = await stack.enter_async_context(ask(runner.client))
+                        word = await hear(answer)
+                    except RunnerGone as exc:
+                        gone = exc
+                    else:
+                        yield answer, word
+                        return
+            await self.move(self, gone)
+
+    def _ask_events(
+        self, client: LlamaServerClient
+    ) -> AbstractAsyncContextManager[AsyncIterator[dict[str, Any]]]:
         body = {
             **self.request.body,
             "id_slot": self.slot.slot_id,
-            "cache_prompt": True,
+            "cache_prompt": self.keeps_slot,
             "stream": True,
             # The engine looks whether its client is still there when it has something
             # to say. Without progress that is not before the first token, as long as
@@ -73,33 +135,15 @@ class ActiveTurn:
         if self.is_prompt_exact:
             body["prompt"] = np.ascontiguousarray(self.request.token_ids)
             body["return_tokens"] = True
-        self.slot.runner.check_process()
-        client = self.slot.runner.client
-        with self.trace.stage("forward"):
-            async with client.stream_completion(self.request.path, body) as events:
-                async for event in events:
-                    if "prompt_progress" in event:
-                        continue
-                    if is_final(event):
-                        self.totals = read_event(event)
-                    else:
-                        self.generated += event.get("tokens", ())
-                    yield event
-                    if self.totals is not None:
-                        return
+        return client.stream_completion(self.request.path, body)
 
-    @asynccontextmanager
-    async def forward(self) -> AsyncIterator["RelayedAnswer"]:
-        """Send the body as it is, with the slot named; relay the answer unchanged.
-
-        Raises RunnerGone.
-        """
+    def _ask_answer(
+        self, client: LlamaServerClient
+    ) -> AbstractAsyncContextManager[EngineAnswer]:
         body = {**self.request.body, "id_slot": self.slot.slot_id}
-        self.slot.runner.check_process()
-        client = self.slot.runner.client
-        with self.trace.stage("forward"):
-            async with client.open_answer(self.request.path, body) as answer:
-                yield RelayedAnswer(self, answer)
+        if not self.keeps_slot:
+            body["cache_prompt"] = False
+        return client.open_answer(self.request.path, body)
 
     @property
     def is_prompt_exact(self) -> bool:
@@ -119,12 +163,39 @@ class ActiveTurn:
         return np.array(self.generated[: max(0, num_decoded - 1)], dtype=np.int32)
 
 
+async def _next_event(events: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
+    """Return the next event that is part of the answer."""
+    while "prompt_progress" in (event := await anext(events)):
+        pass
+    return event
+
+
+_Chunks = AsyncIterator[bytes]
+
+
+async def _first_chunk(answer: EngineAnswer) -> tuple[bytes, _Chunks]:
+    """Return the first piece of an answer, empty if there is none, and the rest."""
+    if not answer.is_event_stream:
+        return await answer.read(), _nothing()
+    events = answer.events()
+    return await anext(events, b""), events
+
+
+async def _nothing() -> AsyncGenerator[bytes]:
+    return
+    yield b""
+
+
 class RelayedAnswer:
     """An answer of the runner on its way to the client, which it reaches unchanged."""
 
-    def __init__(self, turn: ActiveTurn, answer: EngineAnswer) -> None:
+    def __init__(
+        self, turn: ActiveTurn, answer: EngineAnswer, first: bytes, rest: _Chunks
+    ) -> None:
         self._turn = turn
         self._answer = answer
+        self._first = first
+        self._rest = rest
 
     @property
     def status(self) -> int:
@@ -142,14 +213,11 @@ class RelayedAnswer:
         The turn knows its totals before the last piece is handed over.
         """
         scanner = TotalsScanner()
-        if self._answer.is_event_stream:
-            async for event in self._answer.events():
-                scanner.feed(event)
+        is_read = self._answer.is_event_stream or self.status == OK_STATUS
+        chunk = self._first
+        while chunk:
+            if is_read:
+                scanner.feed(chunk)
                 self._turn.totals = scanner.totals
-                yield event
-        else:
-            body = await self._answer.read()
-            if self.status == OK_STATUS:
-                scanner.feed(body)
-                self._turn.totals = scanner.totals
-            yield body
+            yield chunk
+            chunk = await anext(self._rest, b"")

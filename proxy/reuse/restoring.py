@@ -1,0 +1,106 @@
+"""From the store into a slot: a slot file is composed, filled, and loaded.
+
+Rules:
+1. The file is used again only where it is certain that nobody writes to it or reads
+   it any more.
+2. A restore that fails leaves the slot empty, and that is what is believed of it.
+3. What it took is learned from, also where it was given up.
+"""
+
+import time
+from collections.abc import Sequence
+
+from proxy.blocks import BlockKey, Fingerprint
+from proxy.errors import SlotError, StoreError, StoreTimeout
+from proxy.llamacpp import state
+from proxy.llamacpp.runner import Sharing
+from proxy.metrics import Metrics
+from proxy.prefix.hashing import TokenIds
+from proxy.reuse.arbiter import CostModel
+from proxy.reuse.slots import NO_TOKENS, Slot
+from proxy.reuse.turn import ActiveTurn
+from proxy.store.base import BlockRef, BlockStore
+
+MIN_FETCH_DEADLINE_SECONDS = 0.1
+FETCH_DEADLINE_FACTOR = 1.5
+"""A fetch is given up when it takes this much longer than predicted."""
+
+RESTORE_TIMEOUT_SECONDS = 30.0
+
+
+class Restorer:
+    """Brings stored blocks into slots."""
+
+    def __init__(self, *, store: BlockStore, metrics: Metrics) -> None:
+        self._store = store
+        self._metrics = metrics
+
+    async def restore(
+        self,
+        turn: ActiveTurn,
+        sharing: Sharing,
+        fingerprint: Fingerprint,
+        keys: Sequence[BlockKey],
+        costs: CostModel,
+    ) -> None:
+        """Put the tokens of `keys` into the slot. Raises SlotError, StoreError."""
+        slot, trace = turn.slot, turn.trace
+        directory = slot.runner.directory
+        num_tokens = len(keys) * sharing.block_size
+        token_ids = turn.request.token_ids[:num_tokens]
+        num_bytes = state.file_bytes(sharing.layout, num_tokens)
+        file = await directory.acquire(num_bytes)
+        is_reusable = False
+        started = time.monotonic()
+        predicted = costs.fetch(num_bytes)
+        try:
+            file.write(state.frame_parts(sharing.layout, token_ids))
+            with trace.stage("fetch"):
+                arrived = await self._store.get_into(
+                    file.fd,
+                    state.block_layout_for(
+                        sharing.layout, num_tokens, block_size=sharing.block_size
+                    ),
+                    [BlockRef(key, index) for index, key in enumerate(keys)],
+                    fingerprint=fingerprint,
+                    deadline_seconds=max(
+                        MIN_FETCH_DEADLINE_SECONDS, FETCH_DEADLINE_FACTOR * predicted
+                    ),
+                )
+            fetched = time.monotonic()
+            if not all(arrived):
+                is_reusable = True
+                raise StoreError("a block was gone, damaged or of another model")
+            with trace.stage("restore"):
+                await _load_slot(slot, file.name, token_ids)
+            turn.keeps_slot = True
+            loaded = time.monotonic()
+            is_reusable = True
+        except StoreTimeout:
+            spent = time.monotonic() - started
+            costs.observe_failed_fetch(num_bytes, spent, now=time.monotonic())
+            raise
+        finally:
+            if is_reusable:
+                await directory.release(file)
+            else:  # the store may still be writing to it, or the engine reading it
+                await directory.discard(file)
+        trace.restored_tokens, trace.restored_bytes = num_tokens, num_bytes
+        self._metrics.restored_bytes.inc(num_bytes)
+        costs.observe_restore(
+            num_bytes,
+            fetch_seconds=fetched - started,
+            load_seconds=loaded - fetched,
+            now=loaded,
+        )
+
+
+async def _load_slot(slot: Slot, name: str, token_ids: TokenIds) -> None:
+    slot.runner.check_process()
+    slot.token_ids = NO_TOKENS  # a restore that fails empties the slot
+    claimed = await slot.runner.client.restore_slot(
+        slot.slot_id, name, timeout_seconds=RESTORE_TIMEOUT_SECONDS
+    )
+    if claimed != len(token_ids):
+        raise SlotError(f"the engine restored {claimed} of {len(token_ids)} tokens")
+    slot.token_ids = token_ids
