@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 from proxy.blocks import BlockKey, Fingerprint
 from proxy.store.base import BlockRef, PutOutcome
 from proxy.store.envelope import HEADER_BYTES, BlockIdentity, Bytes, read_checksum
+from proxy.store.placement import current_cpu, keep_off
 from proxy.store.slotview import SlotView
 
 _T = TypeVar("_T")
@@ -103,7 +104,8 @@ class CopyThreads:
     """Spreads work on single blocks over a few threads.
 
     The calling thread takes part, so `num_threads` copies run at once for each call,
-    and 1 needs no further thread.
+    and 1 needs no further thread. The others keep off its CPU: a scheduler that
+    leaves them where they were woken, for some milliseconds, takes all the gain.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -126,11 +128,17 @@ class CopyThreads:
             return
         queue: SimpleQueue[_T | _End] = SimpleQueue()
         helpers: list[Future[None]] = []
+
+        def help_out(callers_cpu: int | None) -> None:
+            if callers_cpu is not None:
+                keep_off(callers_cpu)
+            _drain(queue, work)
+
         try:
             for count, item in enumerate(items):
                 queue.put(item)
                 if 0 < count < self._num_threads:
-                    helpers.append(self._pool.submit(_drain, queue, work))
+                    helpers.append(self._pool.submit(help_out, current_cpu()))
         finally:
             queue.put(_End.END)
             _drain(queue, work)

@@ -33,7 +33,7 @@ from proxy.blocks import BLOCK_KEY_BYTES, BlockKey
 from proxy.errors import ConfigError
 from proxy.store.backend import CopyThreads, Transfer
 from proxy.store.base import PutOutcome
-from proxy.store.envelope import HEADER_BYTES, Bytes, checksum
+from proxy.store.envelope import HEADER_BYTES, Bytes
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +131,8 @@ class DiskBackend:
                 return
             staging = self._staging_for(transfer.object_bytes)
             payload = staging[HEADER_BYTES:]
-            transfer.slot.gather(block.index, payload)
-            header = transfer.identity(block.key).pack(checksum(payload))
+            payload_checksum = transfer.slot.gather(block.index, payload)
+            header = transfer.identity(block.key).pack(payload_checksum)
             staging[:HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
             if self.write_object(block.key, staging, lease_seconds=BATCH_SECONDS):
                 results[position] = "stored"

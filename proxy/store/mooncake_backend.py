@@ -46,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 SHUN_SECONDS = 11.0
 """The master keeps naming a dead member's objects for so long (its client_ttl)."""
-DESCRIBE_KEYS = 32
+FIRST_KEYS, MORE_KEYS = 16, 64
+"""So many are looked up before the copies begin, and at a time while they run: a
+question costs as much as copying a block, hardly more for many keys."""
 MAX_FETCHES = 2
 """From other members at once: more are not faster, and a frozen one holds them."""
 FETCH_WAIT_SECONDS = 0.1
@@ -209,10 +211,12 @@ class MooncakeBackend:
         for position, block in enumerate(transfer.blocks):
             positions.setdefault(block.key, []).append(position)
         keys, handle = list(positions), self._get_handle()
-        for start in range(0, len(keys), DESCRIBE_KEYS):
+        start, stop = 0, FIRST_KEYS
+        while start < len(keys):
             if transfer.is_given_up:
                 return
-            chunk = {name_of(key): key for key in keys[start : start + DESCRIBE_KEYS]}
+            chunk = {name_of(key): key for key in keys[start:stop]}
+            start, stop = stop, stop + MORE_KEYS
             exist = handle.exist(list(chunk))
             names = [
                 name for name, is_there in zip(chunk, exist, strict=True) if is_there

@@ -18,7 +18,7 @@ import numpy as np
 from proxy.blocks import BlockKey
 from proxy.store.backend import CopyThreads, Transfer
 from proxy.store.base import BlockRef, PutOutcome
-from proxy.store.envelope import HEADER_BYTES, Bytes, checksum
+from proxy.store.envelope import HEADER_BYTES, Bytes
 from proxy.store.mooncake import (
     MAX_BLOCKS,
     MAX_PIECES,
@@ -129,9 +129,10 @@ class MooncakeWriter:
         staging = np.empty((len(blocks), size), dtype=np.uint8)
 
         def fill(i: int) -> None:
-            payload = staging[i, HEADER_BYTES:]
-            transfer.slot.gather(blocks[i].index, payload)
-            header = transfer.identity(blocks[i].key).pack(checksum(payload))
+            payload_checksum = transfer.slot.gather(
+                blocks[i].index, staging[i, HEADER_BYTES:]
+            )
+            header = transfer.identity(blocks[i].key).pack(payload_checksum)
             staging[i, :HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
 
         self._copy.for_each(range(len(blocks)), fill)

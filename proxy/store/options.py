@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from proxy.errors import ConfigError
+from proxy.store.placement import num_cpus
 
 StoreKind = Literal["embedded", "mooncake", "disk"]
 """embedded: RAM of this host, a Mooncake master of our own; mooncake: the pool of a
@@ -35,7 +36,7 @@ MAX_SOCKET_PATH_BYTES = 107  # sun_path holds 108 with the closing zero
 
 def default_copy_threads() -> int:
     """Return how many threads copy: eight use up what one CPU socket can move."""
-    return min(8, os.cpu_count() or 1)
+    return min(8, num_cpus())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

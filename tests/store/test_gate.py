@@ -1,5 +1,7 @@
 """Calls that hang are given up; those that come later are not held up by them."""
 
+import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -94,3 +96,21 @@ def test_copy_threads_do_everything_once(num_threads: int) -> None:
 
     with pytest.raises(StoreError, match="no"):
         copy.for_each(range(100), fail)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+def test_copy_threads_keep_off_the_callers_cpu() -> None:
+    """Helpers leave the caller its CPU, where there are others; it goes anywhere."""
+    copy, caller = CopyThreads(3), threading.get_ident()
+    allowed = os.sched_getaffinity(0)
+    both_work = threading.Barrier(2)
+    cpus: dict[bool, set[int]] = {}
+
+    def work(_: int) -> None:
+        both_work.wait(timeout=5)
+        cpus[threading.get_ident() == caller] = os.sched_getaffinity(0)
+
+    copy.for_each(range(2), work)
+    assert cpus[True] == allowed
+    assert len(cpus[False]) == max(1, len(allowed) - 1)
+    assert cpus[False] <= allowed
