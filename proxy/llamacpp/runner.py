@@ -35,6 +35,7 @@ from proxy.llamacpp.fingerprint import (
     rope_context,
 )
 from proxy.llamacpp.gguf_facts import ModelFacts
+from proxy.llamacpp.props import RunnerProps, read_props
 from proxy.llamacpp.slot_files import SlotDirectory, remove_stale_files
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ class Runner:
         self.is_ready = False
         self.num_slots = 0
         self.context_tokens = 0
+        self.props: RunnerProps | None = None
         self.pid: int | None = None
         self.sharing: Sharing | None = None
         self.refusal = "not inspected yet"
@@ -205,6 +207,7 @@ class Runner:
         self._is_same_process = is_same_process
         self.pid = pid
         self.num_slots, self.context_tokens = _read_props(props)
+        self.props = read_props(props)
         self.close_files()
         self._directory = SlotDirectory(slot_directory) if slot_directory else None
         self.sharing, self.refusal = None, refusal

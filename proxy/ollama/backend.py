@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from proxy.llamacpp.gguf_facts import ModelFacts
+from proxy.llamacpp.props import RunnerProps
 from proxy.prefix.hashing import TokenIds
 
 COMPLETION_PATH = "/completion"
@@ -33,6 +34,11 @@ class ServedModel(Protocol):
     @property
     def facts(self) -> ModelFacts:
         """What the model file says about itself."""
+        ...
+
+    @property
+    def props(self) -> RunnerProps | None:
+        """What a runner says of the prompts that it takes; None before one was up."""
         ...
 
     @property

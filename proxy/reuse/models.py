@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from proxy.errors import ConfigError, RunnerGone, UpstreamError
 from proxy.llamacpp.client import LlamaServerClient
 from proxy.llamacpp.gguf_facts import ModelFacts
+from proxy.llamacpp.props import RunnerProps
 from proxy.llamacpp.runner import Runner
 from proxy.metrics import Metrics
 from proxy.prefix.hashing import TokenIds
@@ -47,6 +48,12 @@ class Model:
         """Tokens, prompt and reply together, that every slot has room for."""
         ready = [runner.context_tokens for runner in self._ready()]
         return min(ready) if ready else self.facts.context_length
+
+    @property
+    def props(self) -> RunnerProps | None:
+        """What a runner says of its prompts; None before one was up."""
+        known = (runner.props for runner in self.runners)
+        return next((props for props in known if props), None)
 
     @property
     def is_running(self) -> bool:

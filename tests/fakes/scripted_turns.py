@@ -15,6 +15,7 @@ import numpy as np
 
 from proxy.errors import UpstreamError
 from proxy.llamacpp.gguf_facts import ModelFacts
+from proxy.llamacpp.props import RunnerProps
 from proxy.ollama.backend import RequestOutcome, ServedModel, TurnRequest
 from proxy.prefix.hashing import TokenIds
 
@@ -97,6 +98,7 @@ class ScriptedModel:
     name: str = "smol:latest"
     facts: ModelFacts = FACTS
     context_tokens: int = 4096
+    props: RunnerProps | None = None
     failure: Exception | None = None
     """Raised instead of rendering."""
     rendered: list[list[Mapping[str, Any]]] = field(default_factory=list)
