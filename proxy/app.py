@@ -12,6 +12,7 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from aiohttp import web
@@ -27,8 +28,11 @@ from proxy.model_files import DEFAULT_MODEL_NAME, fetch_default_model
 from proxy.observer import MetricsObserver
 from proxy.ollama.guard import GuardOptions, install_guard
 from proxy.ollama.handlers import ApiOptions, OllamaApi
+from proxy.ollama.sharing import SharingPolicy
 from proxy.reuse.models import Model, ModelCatalog
 from proxy.reuse.orchestrator import Orchestrator
+from proxy.reuse.request_log import RequestLog
+from proxy.reuse.switch import SharingSwitch
 from proxy.runtime import OwnedDirectory
 from proxy.serving import EngineOptions, Serving
 from proxy.store.supervisor import StoreSupervisor
@@ -56,11 +60,15 @@ class Application:
         store_options = options.store_options()
         self._supervisor = StoreSupervisor(store_options) if store_options else None
         self._store = self._supervisor.client if self._supervisor else None
+        self._switch = SharingSwitch(self.metrics)
+        self._log = RequestLog()
         self._orchestrator = Orchestrator(
             catalog=self.catalog,
             store=MeteredStore(self._store, self.metrics) if self._store else None,
             mode=options.restore,
             metrics=self.metrics,
+            switch=self._switch,
+            log=self._log,
         )
         # the mutable state
         self.is_ready = False
@@ -93,7 +101,7 @@ class Application:
                 socket_dir=sockets.path,
                 slot_dir=slot_files.path,
             )
-            front = await self._listen()
+            front = await self._listen(serving)
             stack.push_async_callback(self._take_down, front, serving)
             starting = asyncio.create_task(self._bring_up(serving))
             stopping = asyncio.create_task(stop.wait())
@@ -109,11 +117,12 @@ class Application:
             await stopping
             self.is_ready = False
 
-    async def _listen(self) -> web.AppRunner:
+    async def _listen(self, serving: Serving) -> web.AppRunner:
         host, port = self._options.listen
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        observer = MetricsObserver(self.metrics)
+        observer = MetricsObserver(self.metrics, self._log)
         app.middlewares.append(observer.middleware())
+        app.on_response_prepare.append(observer.add_id)
         is_loopback = all(map(_is_loopback, await _resolve(host, port)))
         install_guard(
             app,
@@ -126,11 +135,16 @@ class Application:
             self._orchestrator,
             observer=observer,
             options=ApiOptions(response_headers=self._options.response_headers),
+            reuse_policy=SharingPolicy(self._transports),
         )
         admin = Admin(
             catalog=self.catalog,
             metrics=self.metrics,
             store=self._store,
+            switch=self._switch,
+            log=self._log,
+            upstreams=lambda: serving.upstreams,
+            transports=self._transports,
             is_ready=lambda: self.is_ready,
             is_loopback_listener=is_loopback,
         )
@@ -151,6 +165,16 @@ class Application:
             raise ConfigError(f"--listen {host}:{port}: {exc.strerror}") from exc
         self.port = front.addresses[0][1]
         return front
+
+    def _transports(self) -> Sequence[str]:
+        """Tell which ways the store has, as options of requests name them."""
+        options = self._options.store_options()
+        if self._supervisor is None or options is None:
+            return ()
+        hello = self._supervisor.client.hello
+        if (hello.kind if hello else options.kind) == "disk":
+            return ("disk",)
+        return ("tcp", "disk") if options.disk_size_bytes else ("tcp",)
 
     async def _bring_up(self, serving: Serving) -> None:
         options = self._options

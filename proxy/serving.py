@@ -87,6 +87,8 @@ class Serving:
         # the mutable state
         self._tasks: list[asyncio.Task[None]] = []
         self._num_embedded = 0
+        self.upstreams: dict[str, str] = {}
+        """Why each given URL is not used; "" where it is."""
 
     async def start_embedded(self, name: str, path: Path) -> Model:
         """Serve a model file with runners of ours. Raises ConfigError."""
@@ -157,11 +159,18 @@ class Serving:
         """Use the server at one URL, whatever process is behind it."""
         client = LlamaServerClient(url=options.url)
         said = ""
+        self.upstreams[options.url] = "not reached yet"
+
+        def note_seen() -> None:
+            self.upstreams[options.url] = ""
+            _resolve(seen)
+
         try:
             while True:
                 try:
-                    await self._use(options, client, lambda: _resolve(seen))
+                    await self._use(options, client, note_seen)
                     said = ""
+                    self.upstreams[options.url] = "it is away"
                 except ConfigError as exc:
                     if not seen.done():
                         seen.set_exception(exc)
@@ -174,6 +183,7 @@ class Serving:
                     said = _say_once(options.url, str(exc), said)
                 except Exception:
                     logger.exception("event=upstream.defect url=%s", options.url)
+                self.upstreams[options.url] = said or self.upstreams[options.url]
                 await asyncio.sleep(attached.POLL_SECONDS)
         finally:
             await client.close()

@@ -1,7 +1,9 @@
-"""Management routes over a real listener: whom they answer."""
+"""Management routes over a real listener: whom they answer, and what."""
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import pytest
@@ -12,26 +14,68 @@ from proxy.admin import Admin
 from proxy.metrics import Metrics
 from proxy.ollama.guard import GuardOptions, install_guard
 from proxy.reuse.models import ModelCatalog
+from proxy.reuse.request_log import RequestLog
+from proxy.reuse.switch import SharingSwitch
+from proxy.reuse.trace import TurnTrace
+from tests.fakes.memory_store import MemoryStore
 
-MANAGEMENT = ("/metrics", "/kvcache/status")
+MANAGEMENT = ("/metrics", "/kvcache/status", "/kvcache/requests")
 HEALTH = ("/livez", "/healthz")
+SWITCHES = ("/kvcache/pause", "/kvcache/resume")
+
+
+@dataclass
+class Management:
+    """A front of management routes alone, and what stands behind it."""
+
+    is_loopback_listener: bool = True
+    metrics: Metrics = field(default_factory=Metrics)
+    log: RequestLog = field(default_factory=lambda: RequestLog(max_ended=3))
+    upstreams: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.switch = SharingSwitch(self.metrics)
+        app = web.Application()
+        install_guard(app, GuardOptions(is_loopback_listener=self.is_loopback_listener))
+        admin = Admin(
+            catalog=ModelCatalog(),
+            metrics=self.metrics,
+            store=MemoryStore(),
+            switch=self.switch,
+            log=self.log,
+            upstreams=lambda: self.upstreams,
+            transports=lambda: ["tcp"],
+            is_ready=lambda: True,
+            is_loopback_listener=self.is_loopback_listener,
+        )
+        app.add_routes(admin.routes())
+        self.server = TestServer(app)
+
+    async def ask(self, method: str, path: str, **headers: str) -> httpx.Response:
+        """Ask under the listener's own address."""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            url = str(self.server.make_url(path))
+            return await client.request(method, url, headers=headers)
+
+    async def json(self, path: str) -> Any:  # noqa: ANN401 - JSON
+        """Return a JSON answer."""
+        return (await self.ask("GET", path)).raise_for_status().json()
 
 
 async def serve(*, is_loopback_listener: bool) -> TestServer:
     """Start a front of management routes alone."""
-    app = web.Application()
-    install_guard(app, GuardOptions(is_loopback_listener=is_loopback_listener))
-    admin = Admin(
-        catalog=ModelCatalog(),
-        metrics=Metrics(),
-        store=None,
-        is_ready=lambda: True,
-        is_loopback_listener=is_loopback_listener,
-    )
-    app.add_routes(admin.routes())
-    server = TestServer(app)
+    server = Management(is_loopback_listener).server
     await server.start_server()
     return server
+
+
+@pytest.fixture
+async def management() -> AsyncIterator[Management]:
+    """Give a front that listens on loopback, with its parts."""
+    management = Management()
+    await management.server.start_server()
+    yield management
+    await management.server.close()
 
 
 @pytest.fixture
@@ -129,3 +173,99 @@ async def test_a_front_for_others_answers_any_name() -> None:
             assert await ask(server, path, "kvbus.example") == 200
     finally:
         await server.close()
+
+
+@pytest.mark.parametrize("is_loopback_listener", [True, False])
+@pytest.mark.parametrize("host", ["anything.internal", "10.1.2.3", "evil.test"])
+async def test_a_strangers_page_switches_nothing(
+    host: str, is_loopback_listener: bool
+) -> None:
+    """A name that may have been pointed here cannot pause, wherever we listen."""
+    management = Management(is_loopback_listener)
+    await management.server.start_server()
+    try:
+        for path in SWITCHES:
+            for headers in ({}, {"Origin": f"http://{host}"}):
+                answer = await management.ask("POST", path, Host=host, **headers)
+                assert answer.status_code == 403
+        assert not management.switch.is_paused
+    finally:
+        await management.server.close()
+
+
+async def test_sharing_is_paused_and_resumed(management: Management) -> None:
+    """Both are idempotent, answer with the state, and are seen in all places."""
+    assert (await management.json("/kvcache/status"))["sharing"] == {
+        "paused": False,
+        "since": None,
+    }
+    first = await management.ask("POST", "/kvcache/pause")
+    again = await management.ask("POST", "/kvcache/pause")
+    assert first.status_code == again.status_code == 200
+    assert first.json() == again.json()
+    assert first.json()["paused"] is True
+    assert "kvbus_paused 1.0" in (await management.ask("GET", "/metrics")).text
+    status = await management.json("/kvcache/status")
+    assert status["sharing"] == first.json()
+    resumed = await management.ask("POST", "/kvcache/resume")
+    assert resumed.json()["paused"] is False
+    assert "kvbus_paused 0.0" in (await management.ask("GET", "/metrics")).text
+    assert (await management.ask("GET", "/kvcache/pause")).status_code == 405
+
+
+async def test_status_names_upstreams_and_transports(management: Management) -> None:
+    """Every given URL is listed, with the reason where it is not used."""
+    management.upstreams = {"http://a:1": "", "http://b:2": "cannot be reached"}
+    status = await management.json("/kvcache/status")
+    assert status["upstreams"] == [
+        {"url": "http://a:1", "away": False, "reason": None},
+        {"url": "http://b:2", "away": True, "reason": "cannot be reached"},
+    ]
+    assert status["store"]["transports"] == ["tcp"]
+
+
+async def test_a_request_is_told_while_it_runs_and_after(
+    management: Management,
+) -> None:
+    """What is not known yet is null; what has ended stays until others push it out."""
+    log = management.log
+    record = log.begin("/api/chat")
+    running = await management.json(f"/kvcache/requests/{record.request_id}")
+    assert running["running"] is True
+    assert running["turn"] is running["status"] is None
+    record.trace = TurnTrace(
+        request_id=record.request_id, model="m", route="/api/chat", prompt_tokens=7
+    )
+    with record.trace.stage("queue"):
+        waiting = await management.json(f"/kvcache/requests/{record.request_id}")
+    assert waiting["turn"]["stage"] == "queue"
+    assert waiting["turn"]["decision"] is waiting["turn"]["runner"] is None
+    record.status, record.total_seconds = 200, 0.5
+    log.end(record)
+    log.end(record)
+    ended = await management.json(f"/kvcache/requests/{record.request_id}")
+    assert (ended["running"], ended["status"], ended["total_ms"]) == (False, 200, 500)
+    assert ended["turn"]["prompt_tokens"] == 7
+    for _ in range(3):
+        log.end(log.begin("/api/chat"))
+    gone = await management.ask("GET", f"/kvcache/requests/{record.request_id}")
+    assert gone.status_code == 404
+    assert gone.json() == {"error": "no recent request has this id"}
+
+
+async def test_requests_are_listed_the_latest_first(management: Management) -> None:
+    """Those that run come first, however many others have ended since."""
+    log = management.log
+    running = log.begin("/v1/messages")
+    ended = [log.begin("/api/chat") for _ in range(5)]
+    for record in ended:
+        log.end(record)
+    listed = (await management.json("/kvcache/requests"))["requests"]
+    expected = [running, *reversed(ended[2:])]
+    assert [item["id"] for item in listed] == [item.request_id for item in expected]
+    short = (await management.json("/kvcache/requests?limit=1"))["requests"]
+    assert [item["id"] for item in short] == [running.request_id]
+    for limit in ("0", "-1", "x", "1001", "%D9%A1", ""):
+        answer = await management.ask("GET", f"/kvcache/requests?limit={limit}")
+        assert answer.status_code == 400
+        assert "limit" in answer.json()["error"]

@@ -109,6 +109,10 @@ def test_every_route_is_documented() -> None:
         catalog=nothing,
         metrics=nothing,
         store=None,
+        switch=nothing,
+        log=nothing,
+        upstreams=nothing,
+        transports=nothing,
         is_ready=lambda: True,
         is_loopback_listener=True,
     )

@@ -16,6 +16,7 @@ from proxy.metrics import Metrics
 from proxy.observer import MetricsObserver
 from proxy.ollama.guard import GuardOptions, install_guard
 from proxy.ollama.handlers import OllamaApi
+from proxy.reuse.request_log import RequestLog
 from proxy.store.base import BlockRef
 from tests.fakes.memory_store import MemoryStore
 from tests.fakes.scripted_turns import (
@@ -35,7 +36,7 @@ class CountedFront:
     def __init__(self) -> None:
         self.metrics = Metrics()
         self.turns = ScriptedTurns(simple_script("Hi"))
-        observer = MetricsObserver(self.metrics)
+        observer = MetricsObserver(self.metrics, RequestLog())
         app = web.Application()
         app.middlewares.append(observer.middleware())
         install_guard(app, GuardOptions(is_loopback_listener=True))
