@@ -191,13 +191,20 @@ def measure_inside(folder: Path, num_blocks: int, rounds: int) -> Rates:
     header = np.zeros(HEADER_BYTES, dtype=np.uint8)
     batch = min(MAX_BLOCKS, MAX_PIECES // (layout.pieces_per_block + 1))
 
+    places = [
+        [(slot.ctypes.data + start, size) for start, size in layout.pieces(ref.index)]
+        for ref in refs
+    ]
+    pointers = [[header.ctypes.data, *(p for p, _ in pieces)] for pieces in places]
+    sizes = [[HEADER_BYTES, *(size for _, size in pieces)] for pieces in places]
+
     def library() -> None:
         for start in range(0, num_blocks, batch):
-            part = refs[start : start + batch]
+            stop = start + batch
             handle.get(
-                [name_of(ref.key) for ref in part],
-                [[header.ctypes.data, *view.addresses(ref.index)] for ref in part],
-                [[HEADER_BYTES, *view.piece_sizes]] * len(part),
+                [name_of(ref.key) for ref in refs[start:stop]],
+                pointers[start:stop],
+                sizes[start:stop],
             )
 
     rates: Rates = {}

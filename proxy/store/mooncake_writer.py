@@ -1,8 +1,9 @@
 """Puts blocks into Mooncake, and memory below them as they need it.
 
 Rules:
-1. The library copies the pieces straight out of the mapped slot file; where these are
-   too many or too small for it, numpy makes each object contiguous first.
+1. Objects are made contiguous in staging memory by our own threads, with their
+   checksums, a few ahead of those that the library stores meanwhile with its one
+   thread: out of pieces it is slower than that, and each needs a hash before.
 2. What was just stored is leased, so that a put larger than the store fails in its
    tail instead of evicting its head. "No space" that lasts ends the put, and further
    puts are refused for `PAUSE_SECONDS`.
@@ -11,7 +12,9 @@ Rules:
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 
 import numpy as np
 
@@ -21,7 +24,6 @@ from proxy.store.base import BlockRef, PutOutcome
 from proxy.store.envelope import HEADER_BYTES, Bytes
 from proxy.store.mooncake import (
     MAX_BLOCKS,
-    MAX_PIECES,
     NO_SPACE,
     TRANSFER_FAILED,
     MooncakeHandle,
@@ -34,8 +36,10 @@ EVICTION_SECONDS = (0.02, 0.05, 0.1)
 PAUSE_SECONDS = 0.5
 GROW_RATIO = 0.8
 """Another segment is mounted before the store is fuller; eviction starts at 0.9."""
-_MIN_DIRECT_PIECE_BYTES = 2048
-"""Smaller pieces are gathered by numpy first: the library's cost per piece is high."""
+STAGING_BYTES = 16 << 20
+"""Each put has two of these, or two blocks if one is larger: one is filled while the
+other is stored. It is worth its calls, and a good part stays in the CPU's cache."""
+_NUM_GATHERERS = 2
 
 
 class MooncakeWriter:
@@ -54,6 +58,7 @@ class MooncakeWriter:
         self._copy = copy
         self._on_suspicion = on_suspicion
         self._grow_lock = threading.Lock()
+        self._gatherers = ThreadPoolExecutor(_NUM_GATHERERS, thread_name_prefix="put")
         # mutable state
         self.used_bytes = 0
         """As told by the master, and what was put since."""
@@ -67,87 +72,79 @@ class MooncakeWriter:
     def put_object(self, key: BlockKey, data: Bytes) -> bool:
         """Store header and payload of a block; False when that did not work."""
         self.ensure_segments(len(data), touch=False)
-        where = [[data.ctypes.data]]
-        return self._get_handle().put([name_of(key)], where, [[len(data)]]) == [0]
+        return self._put_once({key: data}) == [0]
 
     def put(self, transfer: Transfer) -> PutOutcome:
         """Store the blocks that are not stored yet. Raises StoreError."""
         blocks = list({block.key: block for block in transfer.blocks}.values())
-        handle = self._get_handle()
-        exist = handle.exist_all([name_of(block.key) for block in blocks])
+        exist = self._get_handle().exist_all([name_of(block.key) for block in blocks])
         missing = [b for b, is_there in zip(blocks, exist, strict=True) if not is_there]
-        layout = transfer.slot.layout
-        pieces = layout.pieces_per_block + 1
-        is_direct = (
-            pieces <= MAX_PIECES
-            and layout.block_bytes // layout.pieces_per_block >= _MIN_DIRECT_PIECE_BYTES
-        )
-        batch = min(MAX_BLOCKS, MAX_PIECES // pieces) if is_direct else MAX_BLOCKS
-
-        put_once = self._put_direct if is_direct else self._put_gathered
         stored = 0
-        for start in range(0, len(missing), batch):
-            part = missing[start : start + batch]
-            if transfer.is_given_up or time.monotonic() < self._puts_paused_until:
-                break
-            self.ensure_segments(len(part) * transfer.object_bytes, touch=False)
-            count = self._put_retrying(transfer, part, put_once)
-            self.used_bytes += count * transfer.object_bytes
-            stored += count
+        with closing(self._gather(transfer, missing)) as batches:
+            for objects in batches:
+                if transfer.is_given_up or time.monotonic() < self._puts_paused_until:
+                    break
+                self.ensure_segments(len(objects) * transfer.object_bytes, touch=False)
+                count = self._put_retrying(objects, self._put_once)
+                self.used_bytes += count * transfer.object_bytes
+                stored += count
         self.failed_puts += len(missing) - stored
         return PutOutcome(
             stored_blocks=stored,
             present_blocks=len(transfer.blocks) - len(missing),
             failed_blocks=len(missing) - stored,
-            stored_bytes=stored * layout.block_bytes,
+            stored_bytes=stored * transfer.slot.layout.block_bytes,
         )
 
-    def _put_direct(self, transfer: Transfer, blocks: list[BlockRef]) -> list[int]:
-        """Have the library copy the pieces out of the mapped slot file."""
-        slot = transfer.slot
-        headers = np.empty((len(blocks), HEADER_BYTES), dtype=np.uint8)
+    def _gather(
+        self, transfer: Transfer, blocks: list[BlockRef]
+    ) -> Generator[dict[BlockKey, Bytes], None, None]:
+        """Yield the objects of some blocks at a time, until the next are asked for.
 
-        def fill(i: int) -> None:
-            header = transfer.identity(blocks[i].key).pack(
-                slot.checksum(blocks[i].index)
-            )
-            headers[i] = np.frombuffer(header, dtype=np.uint8)
-
-        self._copy.for_each(range(len(blocks)), fill)
-        pointers = [
-            [headers[i].ctypes.data, *slot.addresses(block.index)]
-            for i, block in enumerate(blocks)
-        ]
-        sizes = [[HEADER_BYTES, *slot.piece_sizes]] * len(blocks)
-        return self._get_handle().put(
-            [name_of(block.key) for block in blocks], pointers, sizes
-        )
-
-    def _put_gathered(self, transfer: Transfer, blocks: list[BlockRef]) -> list[int]:
-        """Make each object contiguous first; for many or small pieces."""
+        The next are gathered by another thread while the caller works on these.
+        """
         size = transfer.object_bytes
-        staging = np.empty((len(blocks), size), dtype=np.uint8)
+        batch = max(1, min(MAX_BLOCKS, STAGING_BYTES // size))
+        parts = [blocks[i : i + batch] for i in range(0, len(blocks), batch)]
+        stagings = [np.empty((len(part), size), dtype=np.uint8) for part in parts[:2]]
 
-        def fill(i: int) -> None:
-            payload_checksum = transfer.slot.gather(
-                blocks[i].index, staging[i, HEADER_BYTES:]
-            )
-            header = transfer.identity(blocks[i].key).pack(payload_checksum)
-            staging[i, :HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
+        def gather(number: int) -> dict[BlockKey, Bytes]:
+            part, staging = parts[number], stagings[number % 2]
 
-        self._copy.for_each(range(len(blocks)), fill)
-        pointers = [[staging.ctypes.data + i * size] for i in range(len(blocks))]
+            def fill(i: int) -> None:
+                payload_checksum = transfer.slot.gather(
+                    part[i].index, staging[i, HEADER_BYTES:]
+                )
+                header = transfer.identity(part[i].key).pack(payload_checksum)
+                staging[i, :HEADER_BYTES] = np.frombuffer(header, dtype=np.uint8)
+
+            self._copy.for_each(range(len(part)), fill)
+            return {block.key: staging[i] for i, block in enumerate(part)}
+
+        ahead = [self._gatherers.submit(gather, 0)] if parts else []
+        try:
+            for number in range(len(parts)):
+                objects = ahead.pop().result()
+                if number + 1 < len(parts):
+                    ahead.append(self._gatherers.submit(gather, number + 1))
+                yield objects
+        finally:
+            wait(ahead)  # given up in between: the slot file may be unmapped next
+
+    def _put_once(self, objects: Mapping[BlockKey, Bytes]) -> list[int]:
+        """Have the library store some objects; returns its codes."""
         return self._get_handle().put(
-            [name_of(block.key) for block in blocks], pointers, [[size]] * len(blocks)
+            [name_of(key) for key in objects],
+            [[memory.ctypes.data] for memory in objects.values()],
+            [[len(memory)] for memory in objects.values()],
         )
 
     def _put_retrying(
         self,
-        transfer: Transfer,
-        blocks: list[BlockRef],
-        put_once: Callable[[Transfer, list[BlockRef]], list[int]],
+        objects: Mapping[BlockKey, Bytes],
+        put_once: Callable[[Mapping[BlockKey, Bytes]], list[int]],
     ) -> int:
-        """Put a batch; where there is no space, grow, or give eviction a few moments.
+        """Put some objects; where there is no space, grow, or let eviction work.
 
         How much is used is known by and large only, so "no space" may come while there
         still is memory to mount. Returns how many are there, and leased: without that,
@@ -157,18 +154,17 @@ class MooncakeWriter:
         pauses = [0.0, *EVICTION_SECONDS]
         while pauses:
             time.sleep(pauses.pop(0))
-            codes = put_once(transfer, blocks)
+            codes = put_once(objects)
             self._note(codes)
-            put_now = [b for b, c in zip(blocks, codes, strict=True) if c == 0]
-            again = [b for b, c in zip(blocks, codes, strict=True) if c == NO_SPACE]
+            put_now = [k for k, c in zip(objects, codes, strict=True) if c == 0]
+            again = [k for k, c in zip(objects, codes, strict=True) if c == NO_SPACE]
             if put_now:
-                names = [name_of(block.key) for block in put_now]
-                exist = self._get_handle().exist(names)
+                exist = self._get_handle().exist([name_of(key) for key in put_now])
                 stored += sum(exist)
-                again += [b for b, e in zip(put_now, exist, strict=True) if not e]
+                again += [k for k, e in zip(put_now, exist, strict=True) if not e]
             if not again:
                 return stored
-            blocks = again
+            objects = {key: objects[key] for key in again}
             if self._grow_by_one():
                 pauses.insert(0, 0.0)
         self._puts_paused_until = time.monotonic() + PAUSE_SECONDS

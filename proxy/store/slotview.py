@@ -48,9 +48,6 @@ class SlotView:
         self.layout = layout
         self.layout_digest = layout_digest(layout)
         self._memory = memory
-        self.piece_sizes = [
-            run.piece_bytes for run in layout.runs for _ in range(run.count)
-        ]
         self._parts = [part for run in self._runs() for part in _cut(*run)]
 
     def _runs(self) -> Iterator[tuple[Bytes, int]]:
@@ -94,19 +91,6 @@ class SlotView:
     def forget_pages(self) -> None:
         """Unmap the pages of the file; they come back when used."""
         unmap_pages(self._memory)
-
-    def checksum(self, index: int) -> bytes:
-        """Return the checksum of block `index`, read piece by piece."""
-        digest = xxhash.xxh3_128()
-        for places, _, _ in self._parts:
-            for piece in places[index]:
-                digest.update(piece.data)
-        return digest.digest()
-
-    def addresses(self, index: int) -> list[int]:
-        """Return where the pieces of block `index` are mapped, in payload order."""
-        base = self._memory.ctypes.data
-        return [base + offset for offset, _ in self.layout.pieces(index)]
 
 
 def _cut(places: Bytes, start: int) -> Iterator[_Part]:

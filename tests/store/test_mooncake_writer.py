@@ -2,12 +2,15 @@
 
 import mmap
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from proxy.blocks import BlockKey
-from proxy.store.backend import CopyThreads, Transfer
-from proxy.store.base import BlockRef
+from proxy.store.backend import CopyThreads
+from proxy.store.envelope import Bytes
 from proxy.store.mooncake import NO_SPACE, MooncakeHandle
 from proxy.store.mooncake_writer import MooncakeWriter
 from proxy.store.segments import Segments
@@ -44,11 +47,12 @@ def put_one(handle: FullHandle, *, max_segments: int) -> int:
         on_suspicion=lambda: None,
     )
 
-    def put_once(transfer: Transfer, blocks: list[BlockRef]) -> list[int]:
-        return [0 if len(handle.mounted) >= handle.needed else NO_SPACE]
+    def put_once(objects: Mapping[BlockKey, Bytes]) -> list[int]:
+        return [0 if len(handle.mounted) >= handle.needed else NO_SPACE] * len(objects)
 
-    block = BlockRef(BlockKey(bytes(32)), 0)
-    return writer._put_retrying(cast(Transfer, cast(Any, None)), [block], put_once)
+    return writer._put_retrying(
+        {BlockKey(bytes(32)): np.zeros(8, dtype=np.uint8)}, put_once
+    )
 
 
 def test_no_space_mounts_more() -> None:
