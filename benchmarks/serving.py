@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from proxy.ollama.options import parse_options
-from proxy.ollama.translate import completion_body
+from proxy.ollama.prompts import sampling_body
 from tests.e2e.processes import Kvbus
 from tests.runners import Runner
 
@@ -189,11 +189,10 @@ class Generation:
 
     def direct(self, server: Endpoint) -> Reply:
         """Send it to a llama-server, with the sampling options that kvbus sends."""
-        sampling = completion_body(
+        sampling = sampling_body(
             parse_options(self._options),
             num_prompt_tokens=0,
             limit=1 << 20,
-            json_schema=None,
         )
         body = {
             **sampling,

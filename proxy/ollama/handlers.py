@@ -25,8 +25,10 @@ from proxy.ollama.backend import (
     TurnRequest,
     TurnSource,
 )
+from proxy.ollama.events import EventReader
 from proxy.ollama.failures import json_response
 from proxy.ollama.options import parse_options
+from proxy.ollama.prompts import prepare
 from proxy.ollama.protocol import (
     ChatRequest,
     GenerateRequest,
@@ -35,7 +37,6 @@ from proxy.ollama.protocol import (
     is_unload,
     model_not_found,
     parse_chat,
-    parse_format,
     parse_generate,
     parse_show,
 )
@@ -175,43 +176,31 @@ class OllamaApi:
         progress.model = model.name
         if is_unload(wanted):
             return _load_response(wanted, progress, done_reason="unload")
-        check_supported(wanted, full_name=model.name)
+        check_supported(wanted, model)
         options = parse_options(wanted.options)
         reuse = self._reuse_policy(request, wanted.options.get(sharing.FIELD))
         await _wait_ready(model, progress)
         if wanted.is_empty:
             return _load_response(wanted, progress, done_reason="load")
-        json_schema = parse_format(wanted.format)
-        limit = translate.context_limit(options, context_tokens=model.context_tokens)
-
-        prompt = await _render(model, wanted)
+        prompt = await prepare(wanted, model, options=options)
         if wanted.debug_render_only:
-            return json_response(
-                translate.rendered_reply(
-                    kind, model=wanted.model, time_ns=time.time_ns(), prompt=prompt
-                )
-            )
-        translate.check_text_fits(
-            prompt, limit=limit, longest_token_bytes=model.facts.longest_token_bytes
-        )
-        token_ids = await model.tokenize(prompt)
-        translate.check_tokens_fit(len(token_ids), limit=limit)
+            return _rendered_response(wanted, progress, prompt.text)
         turn_request = TurnRequest(
             model=model,
-            token_ids=token_ids,
-            body=translate.completion_body(
-                options,
-                num_prompt_tokens=len(token_ids),
-                limit=limit,
-                json_schema=json_schema,
-            ),
+            token_ids=prompt.token_ids,
+            path=prompt.path,
+            body=prompt.body,
             route=kind.value,
             reuse=reuse,
         )
         async with self._turns.turn(turn_request) as turn:
             progress.turn = turn
             reply = TurnReply(
-                turn, progress, observer=self._observer, model_as_sent=wanted.model
+                turn,
+                progress,
+                reader=EventReader(prompt.path, num_top_logprobs=wanted.top_logprobs),
+                observer=self._observer,
+                model_as_sent=wanted.model,
             )
             headers = self._reuse_headers(turn)
             if wanted.stream:
@@ -244,10 +233,15 @@ async def _wait_ready(model: ServedModel, progress: Progress) -> None:
     progress.load_seconds = time.monotonic() - started
 
 
-async def _render(model: ServedModel, wanted: GenerateRequest | ChatRequest) -> str:
-    if isinstance(wanted, GenerateRequest) and wanted.raw:
-        return wanted.prompt
-    return await model.render_chat(wanted.messages(), extra={})
+def _rendered_response(
+    wanted: GenerateRequest | ChatRequest, progress: Progress, text: str
+) -> web.Response:
+    """Show the prompt instead of having it continued."""
+    return json_response(
+        translate.rendered_reply(
+            progress.kind, model=wanted.model, time_ns=time.time_ns(), prompt=text
+        )
+    )
 
 
 def _load_response(

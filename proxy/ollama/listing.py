@@ -14,13 +14,12 @@ from pathlib import PurePath
 from typing import Any
 
 from proxy.llamacpp.gguf_facts import ModelFacts
+from proxy.ollama.abilities import abilities_of
 from proxy.ollama.backend import ServedModel
 from proxy.ollama.translate import format_time
 
 _FOREVER_NS = 2**63 - 1
 """Go's longest duration: Ollama adds it to now for `keep_alive: -1`."""
-
-_CAPABILITIES = ("completion",)
 
 
 def tags_reply(models: Iterable[ServedModel]) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def show_reply(model: ServedModel) -> dict[str, Any]:
     """Make the answer of /api/show."""
     facts = model.facts
     reply: dict[str, Any] = {"license": facts.license} if facts.license else {}
-    template = facts.chat_template
+    template = (model.props or facts).chat_template
     return {
         **reply,
         "modelfile": _modelfile(facts),
@@ -62,7 +61,7 @@ def show_reply(model: ServedModel) -> dict[str, Any]:
             name: [] if isinstance(value, list) else value
             for name, value in sorted(facts.metadata.items())
         },
-        "capabilities": list(_CAPABILITIES),
+        "capabilities": list(abilities_of(model)),
         "modified_at": format_time(facts.mtime_ns),
     }
 
@@ -80,7 +79,7 @@ def _tag(model: ServedModel) -> dict[str, Any]:
             "context_length": facts.context_length,
             "embedding_length": facts.embedding_length,
         },
-        "capabilities": list(_CAPABILITIES),
+        "capabilities": list(abilities_of(model)),
     }
 
 

@@ -19,8 +19,11 @@ from typing import Any
 import orjson
 
 from proxy.errors import RequestError
+from proxy.ollama.abilities import Ability, is_able
+from proxy.ollama.backend import ServedModel
 from proxy.ollama.gojson import Fields, decode
 from proxy.ollama.options import parse_keep_alive
+from proxy.ollama.tools import ToolCall, parse_call, parse_tool
 
 _THINK_LEVELS = ("low", "medium", "high", "max")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
@@ -77,7 +80,7 @@ class ChatMessage:
     tool_name: str = ""
     tool_call_id: str = ""
     has_images: bool = False
-    has_tool_calls: bool = False
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,8 @@ class ChatRequest(InferenceRequest):
     """A body of POST /api/chat."""
 
     conversation: tuple[ChatMessage, ...]
-    has_tools: bool
+    tools: tuple[Mapping[str, Any], ...]
+    """In the words of llama-server."""
 
     @property
     def is_empty(self) -> bool:
@@ -96,6 +100,13 @@ class ChatRequest(InferenceRequest):
         """Tell the conversation in the words of llama-server."""
         return [_wire_message(message) for message in self.conversation]
 
+    @property
+    def calls_tools(self) -> bool:
+        """Whether tools are offered, or called in the conversation."""
+        return bool(self.tools) or any(
+            message.tool_calls for message in self.conversation
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowRequest:
@@ -105,11 +116,13 @@ class ShowRequest:
 
 
 def _wire_message(message: ChatMessage) -> dict[str, Any]:
-    wire = {"role": message.role, "content": message.content}
+    wire: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_name:
         wire["name"] = message.tool_name
     if message.tool_call_id:
         wire["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        wire["tool_calls"] = [call.to_engine() for call in message.tool_calls]
     return wire
 
 
@@ -141,7 +154,7 @@ def parse_chat(body: bytes) -> ChatRequest:
     return ChatRequest(
         **_common_fields(fields),
         conversation=conversation,
-        has_tools=bool(fields.array("tools", "api.Tools")),
+        tools=tuple(map(parse_tool, fields.array("tools", "api.Tools"))),
     )
 
 
@@ -181,7 +194,7 @@ def _parse_message(value: object) -> ChatMessage:
         tool_name=fields.text("tool_name"),
         tool_call_id=fields.text("tool_call_id"),
         has_images=_has_images(fields),
-        has_tool_calls=bool(fields.array("tool_calls", "[]api.ToolCall")),
+        tool_calls=tuple(map(parse_call, fields.array("tool_calls", "[]api.ToolCall"))),
     )
 
 
@@ -251,30 +264,29 @@ def is_unload(request: GenerateRequest | ChatRequest) -> bool:
     return request.is_empty and request.keep_alive_seconds == 0
 
 
-def check_supported(request: GenerateRequest | ChatRequest, *, full_name: str) -> None:
-    """Refuse what the model, or kvbus, cannot do.
-
-    `full_name` is the model's own name with its tag. Raises RequestError (400).
-    """
+def check_supported(request: GenerateRequest | ChatRequest, model: ServedModel) -> None:
+    """Refuse what the model, or kvbus, cannot do. Raises RequestError (400)."""
     if not 0 <= request.top_logprobs <= 20:
         raise RequestError(400, "top_logprobs must be between 0 and 20")
-    if isinstance(request, GenerateRequest):
-        _check_generate(request, full_name)
+    is_chat = isinstance(request, ChatRequest)
+    if not is_able(model, Ability.COMPLETION):
+        what = "chat" if is_chat else "generate"
+        raise RequestError(400, f"{_quoted(request.model)} does not support {what}")
+    if isinstance(request, ChatRequest):
+        _check_chat(request, model)
     else:
-        _check_chat(request, full_name)
-    if request.think:
+        _check_generate(request, model)
+    if request.think and not is_able(model, Ability.THINKING):
         raise RequestError(400, f"{_quoted(request.model)} does not support thinking")
-    if request.logprobs:
-        raise RequestError(400, "logprobs are not supported here: leave the field out")
 
 
-def _check_generate(request: GenerateRequest, full_name: str) -> None:
+def _check_generate(request: GenerateRequest, model: ServedModel) -> None:
     if request.raw and (request.template or request.system or request.has_context):
         raise RequestError(
             400, "raw mode does not support template, system, or context"
         )
     if request.suffix:
-        raise _lacks(full_name, "insert")
+        raise _lacks(model.name, Ability.INSERT)
     if request.template:
         raise RequestError(
             400,
@@ -291,15 +303,14 @@ def _check_generate(request: GenerateRequest, full_name: str) -> None:
         raise _lacks_vision(request.model)
 
 
-def _check_chat(request: ChatRequest, full_name: str) -> None:
-    has_calls = any(message.has_tool_calls for message in request.conversation)
-    if request.has_tools or has_calls:
-        raise _lacks(full_name, "tools")
+def _check_chat(request: ChatRequest, model: ServedModel) -> None:
+    if request.calls_tools and not is_able(model, Ability.TOOLS):
+        raise _lacks(model.name, Ability.TOOLS)
     if any(message.has_images for message in request.conversation):
         raise _lacks_vision(request.model)
 
 
-def _lacks(full_name: str, ability: str) -> RequestError:
+def _lacks(full_name: str, ability: Ability) -> RequestError:
     space = "" if "/" in full_name else "library/"
     return RequestError(
         400, f"{_REGISTRY}/{space}{full_name} does not support {ability}"

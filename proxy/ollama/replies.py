@@ -22,13 +22,14 @@ from proxy.durations import NANOSECONDS
 from proxy.errors import RunnerGone
 from proxy.ollama import translate
 from proxy.ollama.backend import RequestObserver, RequestOutcome, Turn
+from proxy.ollama.events import NOTHING, EventReader, Piece, TurnTotals, join
 from proxy.ollama.failures import (
     CLIENT_GONE_STATUS,
     failure_response,
     json_response,
     to_failure,
 )
-from proxy.ollama.translate import ReplyKind, TurnTotals
+from proxy.ollama.translate import ReplyKind
 
 
 @dataclass(slots=True)
@@ -85,39 +86,44 @@ class Progress:
 
 
 class TurnReply:
-    """The reply of one turn: pieces of text, then the totals."""
+    """The reply of one turn: pieces of text and thinking, then the totals."""
 
     def __init__(
         self,
         turn: Turn,
         progress: Progress,
         *,
+        reader: EventReader,
         observer: RequestObserver,
         model_as_sent: str,
     ) -> None:
         self.progress = progress
+        self._reader = reader
         self._turn = turn
         self._observer = observer
         self._model = model_as_sent
 
-    async def texts(self) -> AsyncGenerator[str]:
-        """Yield the pieces of text; the totals are known after the last one.
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """Yield what is said; calls of tools and totals are known after the last one.
 
         Raises UpstreamError, RunnerGone.
         """
+        reader = self._reader
         async with aclosing(self._turn.events()) as events:
             async for event in events:
-                text = translate.read_text(event)
-                if text:
-                    self._note_text()
-                    yield text
-                if event.get("stop"):
-                    self.progress.totals = translate.read_totals(event)
-                    self.progress.done_reason = self.progress.totals.done_reason
+                piece = reader.read(event)
+                if piece is not NOTHING:
+                    self._note_begin()
+                    yield piece
+                elif reader.has_calls:
+                    self._note_begin()
+                if reader.totals is not None:
+                    self.progress.totals = reader.totals
+                    self.progress.done_reason = reader.totals.done_reason
                     return
         raise RunnerGone("its answer broke off")
 
-    def _note_text(self) -> None:
+    def _note_begin(self) -> None:
         progress = self.progress
         if progress.first_token_seconds is None:
             progress.first_token_seconds = progress.elapsed_seconds()
@@ -127,13 +133,13 @@ class TurnReply:
                 seconds=progress.first_token_seconds,
             )
 
-    def text_object(self, text: str) -> dict[str, object]:
+    def piece_object(self, piece: Piece) -> dict[str, object]:
         """Make a line in the middle."""
-        return translate.text_reply(
-            self.progress.kind, model=self._model, time_ns=time.time_ns(), text=text
+        return translate.piece_reply(
+            self.progress.kind, model=self._model, time_ns=time.time_ns(), piece=piece
         )
 
-    def final_object(self, text: str) -> dict[str, object]:
+    def final_object(self, piece: Piece) -> dict[str, object]:
         """Make the last line, or the whole reply. The totals must be known."""
         assert self.progress.totals is not None
         load_seconds = self.progress.load_seconds + self._turn.load_seconds
@@ -142,7 +148,8 @@ class TurnReply:
             self.progress.totals,
             model=self._model,
             time_ns=time.time_ns(),
-            text=text,
+            piece=piece,
+            tool_calls=self._reader.tool_calls,
             total_ns=round(self.progress.elapsed_seconds() * NANOSECONDS),
             load_ns=round(load_seconds * NANOSECONDS),
         )
@@ -156,9 +163,9 @@ async def send_whole(
     request: web.Request, reply: TurnReply, headers: Mapping[str, str]
 ) -> web.StreamResponse:
     """Answer with the whole reply in one object."""
-    async with aclosing(reply.texts()) as texts:
-        text = "".join([piece async for piece in texts])
-    response = json_response(reply.final_object(text))
+    async with aclosing(reply.pieces()) as pieces:
+        whole = join([piece async for piece in pieces])
+    response = json_response(reply.final_object(whole))
     response.headers.update(headers)
     reply.progress.response = response
     try:
@@ -196,10 +203,10 @@ async def send_stream(
         except ConnectionResetError as exc:
             raise ClientGoneError from exc
 
-    async with aclosing(reply.texts()) as texts:
-        async for text in texts:
-            await send(reply.text_object(text))
-    await send(reply.final_object(""))
+    async with aclosing(reply.pieces()) as pieces:
+        async for piece in pieces:
+            await send(reply.piece_object(piece))
+    await send(reply.final_object(NOTHING))
     await _end(response, reply.progress)
     return response
 

@@ -86,6 +86,26 @@ def last_event(
     }
 
 
+def chat_event(finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
+    """Make a chunk of a chat; with a finish reason the last one of a turn."""
+    choice = {"finish_reason": finish_reason, "index": 0, "delta": delta}
+    chunk: dict[str, Any] = {"choices": [choice], "object": "chat.completion.chunk"}
+    if finish_reason is not None:
+        chunk["timings"] = last_event()["timings"]
+    return chunk
+
+
+def call_event(
+    index: int, arguments: str, *, name: str = "", call_id: str = ""
+) -> dict[str, Any]:
+    """Make a chunk with a piece of a call; the first one of each has the name."""
+    call: dict[str, Any] = {"index": index, "function": {"arguments": arguments}}
+    if name:
+        call |= {"id": call_id, "type": "function"}
+        call["function"]["name"] = name
+    return chat_event(tool_calls=[call])
+
+
 def simple_script(*texts: str) -> list[Step]:
     """Make the script of a turn that goes well."""
     return [*(text_event(text) for text in texts), last_event()]

@@ -20,8 +20,7 @@ from proxy.ollama.protocol import (
     parse_generate,
     parse_show,
 )
-
-FULL_NAME = "smol:latest"
+from tests.fakes.scripted_turns import ScriptedModel, model_named
 
 
 def body_of(**fields: Any) -> bytes:  # noqa: ANN401 - any JSON
@@ -163,7 +162,6 @@ def test_generate_refuses_a_context_of_strings() -> None:
         ({"images": ["aGk="]}, '"Smol" does not support images'),
         ({"template": "{{ .Prompt }}"}, "template is not supported here"),
         ({"context": [1, 2]}, "context is not supported here"),
-        ({"logprobs": True}, "logprobs are not supported here"),
         ({"top_logprobs": 21}, "top_logprobs must be between 0 and 20"),
         ({"top_logprobs": -1}, "top_logprobs must be between 0 and 20"),
     ],
@@ -172,7 +170,7 @@ def test_generate_refuses_what_is_not_served(fields: dict[str, Any], text: str) 
     """A field that would have to be ignored is refused with status 400."""
     request = parse_generate(body_of(model="Smol", prompt="Hi", **fields))
     with pytest.raises(RequestError) as caught:
-        check_supported(request, full_name=FULL_NAME)
+        check_supported(request, ScriptedModel())
     assert caught.value.status == 400
     assert caught.value.message.startswith(text)
 
@@ -196,7 +194,7 @@ def test_chat_refuses_what_is_not_served(fields: dict[str, Any], text: str) -> N
     """Tools, images and thinking are refused in Ollama's words."""
     request = parse_chat(body_of(model="Smol", **fields))
     with pytest.raises(RequestError) as caught:
-        check_supported(request, full_name=FULL_NAME)
+        check_supported(request, ScriptedModel())
     assert caught.value.status == 400
     assert caught.value.message.startswith(text)
 
@@ -218,18 +216,18 @@ def test_unset_fields_are_no_reason_to_refuse() -> None:
             width=512,
         )
     )
-    check_supported(request, full_name=FULL_NAME)
+    check_supported(request, ScriptedModel())
     generate = parse_generate(
         body_of(model="m", prompt="x", suffix="", template="", context=[], images=[])
     )
-    check_supported(generate, full_name="space/m:latest")
+    check_supported(generate, model_named("space/m:latest"))
 
 
 def test_names_of_other_spaces_are_not_put_into_the_library() -> None:
     """A model of somebody's own space is named with that space."""
     request = parse_generate(body_of(model="m", prompt="x", suffix="y"))
     with pytest.raises(RequestError, match=r"^registry\.ollama\.ai/me/m:1 does not"):
-        check_supported(request, full_name="me/m:1")
+        check_supported(request, model_named("me/m:1"))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +339,7 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
         try:
             request = parse(body)
             check_model_given(request)
-            check_supported(request, full_name=FULL_NAME)
+            check_supported(request, ScriptedModel())
             parse_options(request.options)
             parse_format(request.format)
         except RequestError as exc:
