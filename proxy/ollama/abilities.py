@@ -7,13 +7,17 @@ Rules:
    it is that of the model file.
 3. `insert` needs the tokens of fill-in-the-middle, `vision` and `audio` a projector
    that the runner has loaded.
+4. A field that the model, or kvbus, cannot serve is refused in Ollama's own words,
+   never ignored.
 """
 
 from enum import StrEnum
 from functools import lru_cache
 
+from proxy.errors import RequestError
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.ollama.backend import ServedModel
+from proxy.ollama.protocol import ChatRequest, GenerateRequest, quoted
 
 
 class Ability(StrEnum):
@@ -37,6 +41,8 @@ _THINKING_MARKS = (
 """A template with all marks of one of these lines belongs to a model that thinks."""
 
 _SPLIT_AT_THINKING = ("content.split('</think>')", 'content.split("</think>")')
+
+_REGISTRY = "registry.ollama.ai"
 
 _FIM_KINDS = ("pre", "suf", "mid")
 _FIM_TEXTS = {
@@ -111,3 +117,60 @@ def has_fim_tokens(facts: ModelFacts) -> bool:
         or not texts.isdisjoint(_FIM_TEXTS[kind])
         for kind in _FIM_KINDS
     )
+
+
+def check_supported(request: GenerateRequest | ChatRequest, model: ServedModel) -> None:
+    """Refuse what the model, or kvbus, cannot do. Raises RequestError (400)."""
+    if not 0 <= request.top_logprobs <= 20:
+        raise RequestError(400, "top_logprobs must be between 0 and 20")
+    is_chat = isinstance(request, ChatRequest)
+    if not is_able(model, Ability.COMPLETION):
+        what = "chat" if is_chat else "generate"
+        raise RequestError(400, f"{quoted(request.model)} does not support {what}")
+    if isinstance(request, ChatRequest):
+        _check_chat(request, model)
+    else:
+        _check_generate(request, model)
+    if request.think and not is_able(model, Ability.THINKING):
+        raise RequestError(400, f"{quoted(request.model)} does not support thinking")
+
+
+def _check_generate(request: GenerateRequest, model: ServedModel) -> None:
+    if request.raw and (request.template or request.system or request.has_context):
+        raise RequestError(
+            400, "raw mode does not support template, system, or context"
+        )
+    if request.suffix:
+        raise _lacks(model.name, Ability.INSERT)
+    if request.template:
+        raise RequestError(
+            400,
+            "template is not supported here: the model's own chat template is used; "
+            "to use another, send the finished prompt with raw",
+        )
+    if request.has_context:
+        raise RequestError(
+            400,
+            "context is not supported here: send the conversation to /api/chat "
+            "instead (its KV is reused all the same)",
+        )
+    if request.has_images:
+        raise _lacks_vision(request.model)
+
+
+def _check_chat(request: ChatRequest, model: ServedModel) -> None:
+    if request.calls_tools and not is_able(model, Ability.TOOLS):
+        raise _lacks(model.name, Ability.TOOLS)
+    if any(message.has_images for message in request.conversation):
+        raise _lacks_vision(request.model)
+
+
+def _lacks(full_name: str, ability: Ability) -> RequestError:
+    space = "" if "/" in full_name else "library/"
+    return RequestError(
+        400, f"{_REGISTRY}/{space}{full_name} does not support {ability}"
+    )
+
+
+def _lacks_vision(name: str) -> RequestError:
+    return RequestError(400, f"{quoted(name)} does not support images")

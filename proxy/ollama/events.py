@@ -15,7 +15,6 @@ from typing import Any
 import orjson
 
 from proxy.errors import RunnerGone, UpstreamError
-from proxy.ollama.backend import COMPLETION_PATH
 from proxy.ollama.tools import CallCollector, ToolCall
 
 _NANOSECONDS_PER_MS = 1e6
@@ -60,9 +59,9 @@ class TurnTotals:
 class EventReader:
     """Reads the events of one turn, in their order."""
 
-    def __init__(self, path: str, *, num_top_logprobs: int = 0) -> None:
-        """Read what llama-server's `path` answers; other alternatives are left out."""
-        self._is_chat = path != COMPLETION_PATH
+    def __init__(self, *, is_chat: bool, num_top_logprobs: int = 0) -> None:
+        """Read chunks of a chat, or events of `/completion`."""
+        self._is_chat = is_chat
         self._num_top_logprobs = num_top_logprobs
         self._calls = CallCollector()
         # the mutable state

@@ -16,6 +16,7 @@ from typing import TypeVar
 from aiohttp import web
 
 from proxy.ollama import listing, sharing, translate
+from proxy.ollama.abilities import check_supported
 from proxy.ollama.backend import (
     Catalog,
     RequestObserver,
@@ -25,7 +26,6 @@ from proxy.ollama.backend import (
     TurnRequest,
     TurnSource,
 )
-from proxy.ollama.events import EventReader
 from proxy.ollama.failures import json_response
 from proxy.ollama.options import parse_options
 from proxy.ollama.prompts import prepare
@@ -33,7 +33,6 @@ from proxy.ollama.protocol import (
     ChatRequest,
     GenerateRequest,
     check_model_given,
-    check_supported,
     is_unload,
     model_not_found,
     parse_chat,
@@ -198,7 +197,7 @@ class OllamaApi:
             reply = TurnReply(
                 turn,
                 progress,
-                reader=EventReader(prompt.path, num_top_logprobs=wanted.top_logprobs),
+                reader=prompt.reader(wanted),
                 observer=self._observer,
                 model_as_sent=wanted.model,
             )

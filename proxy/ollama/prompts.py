@@ -20,6 +20,7 @@ import numpy as np
 from proxy.errors import RequestError
 from proxy.ollama.abilities import Ability, is_able
 from proxy.ollama.backend import CHAT_PATH, COMPLETION_PATH, ServedModel
+from proxy.ollama.events import EventReader
 from proxy.ollama.options import SamplingOptions
 from proxy.ollama.protocol import ChatRequest, GenerateRequest, parse_format
 from proxy.prefix.hashing import TokenIds
@@ -41,6 +42,12 @@ class Prompt:
     path: str = COMPLETION_PATH
     token_ids: TokenIds
     body: Mapping[str, Any]
+
+    def reader(self, wanted: GenerateRequest | ChatRequest) -> EventReader:
+        """Make what reads the turn's events."""
+        return EventReader(
+            is_chat=self.path == CHAT_PATH, num_top_logprobs=wanted.top_logprobs
+        )
 
 
 async def prepare(

@@ -2,10 +2,9 @@
 
 Rules:
 1. Parsing needs no model. What depends on the model (its name, what it is able to
-   do) is checked after it was found: `check_supported`. Types of options and the
-   format come last: Ollama reports errors in this order.
-2. A field that we do not serve yet is refused in Ollama's own words, never ignored.
-   Fields that Ollama does not know are ignored, as it does.
+   do) is checked after it was found, see `abilities`. Types of options and the format
+   come last: Ollama reports errors in this order.
+2. Fields that Ollama does not know are ignored, as it does.
 3. `truncate` and `shift` are read and have no effect: a prompt that does not fit is
    refused, and a reply ends where the context does.
 4. `thinking` of earlier messages is dropped, as Ollama drops it for models whose
@@ -19,15 +18,12 @@ from typing import Any
 import orjson
 
 from proxy.errors import RequestError
-from proxy.ollama.abilities import Ability, is_able
-from proxy.ollama.backend import ServedModel
 from proxy.ollama.gojson import Fields, decode
 from proxy.ollama.options import parse_keep_alive
 from proxy.ollama.tools import ToolCall, parse_call, parse_tool
 
 _THINK_LEVELS = ("low", "medium", "high", "max")
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_REGISTRY = "registry.ollama.ai"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +214,7 @@ def _parse_think(value: object) -> bool | str | None:
     if value not in _THINK_LEVELS:
         raise RequestError(
             400,
-            f'invalid think value: {_quoted(value)} (must be true, false, "high", '
+            f'invalid think value: {quoted(value)} (must be true, false, "high", '
             '"medium", "low", or "max")',
         )
     return value
@@ -264,62 +260,6 @@ def is_unload(request: GenerateRequest | ChatRequest) -> bool:
     return request.is_empty and request.keep_alive_seconds == 0
 
 
-def check_supported(request: GenerateRequest | ChatRequest, model: ServedModel) -> None:
-    """Refuse what the model, or kvbus, cannot do. Raises RequestError (400)."""
-    if not 0 <= request.top_logprobs <= 20:
-        raise RequestError(400, "top_logprobs must be between 0 and 20")
-    is_chat = isinstance(request, ChatRequest)
-    if not is_able(model, Ability.COMPLETION):
-        what = "chat" if is_chat else "generate"
-        raise RequestError(400, f"{_quoted(request.model)} does not support {what}")
-    if isinstance(request, ChatRequest):
-        _check_chat(request, model)
-    else:
-        _check_generate(request, model)
-    if request.think and not is_able(model, Ability.THINKING):
-        raise RequestError(400, f"{_quoted(request.model)} does not support thinking")
-
-
-def _check_generate(request: GenerateRequest, model: ServedModel) -> None:
-    if request.raw and (request.template or request.system or request.has_context):
-        raise RequestError(
-            400, "raw mode does not support template, system, or context"
-        )
-    if request.suffix:
-        raise _lacks(model.name, Ability.INSERT)
-    if request.template:
-        raise RequestError(
-            400,
-            "template is not supported here: the model's own chat template is used; "
-            "to use another, send the finished prompt with raw",
-        )
-    if request.has_context:
-        raise RequestError(
-            400,
-            "context is not supported here: send the conversation to /api/chat "
-            "instead (its KV is reused all the same)",
-        )
-    if request.has_images:
-        raise _lacks_vision(request.model)
-
-
-def _check_chat(request: ChatRequest, model: ServedModel) -> None:
-    if request.calls_tools and not is_able(model, Ability.TOOLS):
-        raise _lacks(model.name, Ability.TOOLS)
-    if any(message.has_images for message in request.conversation):
-        raise _lacks_vision(request.model)
-
-
-def _lacks(full_name: str, ability: Ability) -> RequestError:
-    space = "" if "/" in full_name else "library/"
-    return RequestError(
-        400, f"{_REGISTRY}/{space}{full_name} does not support {ability}"
-    )
-
-
-def _lacks_vision(name: str) -> RequestError:
-    return RequestError(400, f"{_quoted(name)} does not support images")
-
-
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """Write a text between quotation marks, as Go does for `%q`."""
     return orjson.dumps(text).decode()

@@ -6,19 +6,18 @@ from typing import Any
 import pytest
 
 from proxy.errors import RunnerGone, UpstreamError
-from proxy.ollama.backend import CHAT_PATH, COMPLETION_PATH
 from proxy.ollama.events import NOTHING, EventReader, Piece, TurnTotals, join
 from tests.fakes.scripted_turns import call_event, chat_event, last_event, text_event
 
 
 def read(event: dict[str, Any]) -> Piece:
     """Read one event of a completion."""
-    return EventReader(COMPLETION_PATH).read(event)
+    return EventReader(is_chat=False).read(event)
 
 
 def totals_of(event: dict[str, Any]) -> TurnTotals:
     """Read the last event of a completion."""
-    reader = EventReader(COMPLETION_PATH)
+    reader = EventReader(is_chat=False)
     reader.read(event)
     assert reader.totals is not None
     return reader.totals
@@ -85,7 +84,7 @@ def test_error_events_are_the_runners_refusal() -> None:
 
 def test_chunks_of_a_chat_give_text_and_thinking() -> None:
     """The opening chunk adds nothing; the last one has reason and totals."""
-    reader = EventReader(CHAT_PATH)
+    reader = EventReader(is_chat=True)
     assert reader.read(chat_event(role="assistant", content=None)) is NOTHING
     assert reader.read(chat_event(reasoning_content="Hm.")) == Piece("", "Hm.")
     assert reader.read(chat_event(content="Hi")) == Piece("Hi")
@@ -100,7 +99,7 @@ def test_chunks_of_a_chat_give_text_and_thinking() -> None:
 
 def test_calls_are_put_together() -> None:
     """Two calls come in pieces; they are whole, in order, after the last event."""
-    reader = EventReader(CHAT_PATH)
+    reader = EventReader(is_chat=True)
     events = [
         call_event(0, "{", name="get_weather", call_id="aa"),
         call_event(0, '"city": "Oslo"}'),
@@ -128,14 +127,14 @@ def test_calls_are_put_together() -> None:
 def test_a_call_that_was_cut_off_is_left_out() -> None:
     """At the limit half a call is none; otherwise what is no JSON is an error."""
     half = call_event(1, '{"city": "Os', name="get_weather")
-    reader = EventReader(CHAT_PATH)
+    reader = EventReader(is_chat=True)
     reader.read(call_event(0, "{}", name="now"))
     reader.read(half)
     reader.read(chat_event("length"))
     assert [call.name for call in reader.tool_calls] == ["now"]
     assert reader.totals is not None
     assert reader.totals.done_reason == "length"
-    reader = EventReader(CHAT_PATH)
+    reader = EventReader(is_chat=True)
     reader.read(half)
     with pytest.raises(UpstreamError, match="invalid tool call arguments"):
         reader.read(chat_event("tool_calls"))
@@ -155,7 +154,7 @@ def test_a_call_that_was_cut_off_is_left_out() -> None:
 def test_chunks_of_an_unknown_shape_are_a_broken_runners(event: dict[str, Any]) -> None:
     """Nothing is guessed out of a chunk that is none."""
     with pytest.raises(RunnerGone):
-        EventReader(CHAT_PATH).read(event)
+        EventReader(is_chat=True).read(event)
 
 
 ENGINE_LOGPROB = {
@@ -173,15 +172,14 @@ ENGINE_LOGPROB = {
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_logprobs_are_as_ollama_has_them(is_chat: bool) -> None:
     """No ids; bytes where there are some; alternatives where they were asked for."""
-    path = CHAT_PATH if is_chat else COMPLETION_PATH
     if is_chat:
         event = chat_event(content="Hi")
         event["choices"][0]["logprobs"] = {"content": [ENGINE_LOGPROB]}
     else:
         event = {**text_event("Hi"), "completion_probabilities": [ENGINE_LOGPROB]}
     plain = {"token": "Hi", "logprob": -0.1, "bytes": [72, 105]}
-    assert EventReader(path).read(event) == Piece("Hi", "", (plain,))
-    piece = EventReader(path, num_top_logprobs=2).read(event)
+    assert EventReader(is_chat=is_chat).read(event) == Piece("Hi", "", (plain,))
+    piece = EventReader(is_chat=is_chat, num_top_logprobs=2).read(event)
     assert piece.logprobs == (
         {**plain, "top_logprobs": [plain, {"token": "", "logprob": -3.5}]},
     )

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import RequestError
+from proxy.ollama.abilities import check_supported
 from proxy.ollama.options import parse_options
 from proxy.ollama.protocol import (
     ChatMessage,
     check_model_given,
-    check_supported,
     is_unload,
     parse_chat,
     parse_format,
