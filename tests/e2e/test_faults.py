@@ -103,10 +103,10 @@ def test_a_runner_killed_in_decode_gives_one_clear_error(
     assert kvbus.generate("tiny", "Next")["done"]
 
 
-def test_a_runner_killed_in_prefill_gives_status_500(
+def test_two_runners_killed_in_prefill_give_status_500(
     kvbus: Kvbus, models: dict[str, Path]
 ) -> None:
-    """Before the first line the error has a real status; the next request works."""
+    """The first death costs time only, the second one the request; the next works."""
     serve(kvbus, models, "--ctx", "60000")
     answers: list[httpx.Response] = []
     body = {"model": "tiny", "prompt": TEXT * 20, "raw": True}
@@ -114,14 +114,18 @@ def test_a_runner_killed_in_prefill_gives_status_500(
         target=lambda: answers.append(kvbus.post("/api/generate", body))
     )
     thread.start()
-    kvbus.wait(
-        lambda: kvbus.metric("kvbus_slots_leased") == 1, what="a prefill to begin"
-    )
-    time.sleep(0.05)  # well inside a prefill of seconds
-    os.kill(kvbus.runner_pids()[0], signal.SIGKILL)
+    for deaths in range(2):
+        kvbus.wait(
+            lambda: kvbus.metric("kvbus_slots_leased") == 1, what="a prefill to begin"
+        )
+        time.sleep(0.05)  # well inside a prefill of seconds
+        os.kill(kvbus.runner_pids()[0], signal.SIGKILL)
+        if not deaths:
+            kvbus.wait(lambda: "event=turn.moved" in kvbus.log_text(), what="a move")
     thread.join(30)
     assert answers[0].status_code == 500
     assert "unexpectedly stopped" in answers[0].json()["error"]
+    assert answers[0].headers["X-KVBus-Request-Id"] in kvbus.log_text()
     assert kvbus.generate("tiny", "Next")["done"]
 
 

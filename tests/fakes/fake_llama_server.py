@@ -53,6 +53,10 @@ class FakeLlamaServer:
         """Another task has got at the slot before the save."""
         self.has_no_timings = False
         """A final event that cannot be understood."""
+        self.is_dying = False
+        """Connections break off before an answer, and its health is gone."""
+        self.breaks_off = False
+        """The same of completions, while it is healthy."""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["FakeLlamaServer"]:
@@ -79,7 +83,8 @@ class FakeLlamaServer:
             await runner.cleanup()
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
+        status = 503 if self.is_dying else 200
+        return web.json_response({"status": "ok"}, status=status)
 
     async def _props(self, request: web.Request) -> web.Response:
         return web.json_response(
@@ -102,13 +107,17 @@ class FakeLlamaServer:
 
     async def _completion(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if self.is_dying or self.breaks_off:
+            assert request.transport is not None
+            request.transport.abort()
+            raise ConnectionResetError
         prompt: list[int] = body["prompt"]
         cached = 0
         while cached < min(len(prompt) - 1, len(self.tokens)):
             if prompt[cached] != self.tokens[cached]:
                 break
             cached += 1
-        if self.reuses_nothing:
+        if self.reuses_nothing or not body.get("cache_prompt", True):
             cached = 0
         self.calls.append(f"completion {cached}")
         self.tokens = [*prompt, *REPLY[:-1]] if body["n_predict"] else prompt

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from proxy.ollama.backend import ReuseOptions, TurnRequest
 from proxy.reuse.models import Model, ModelCatalog
 from proxy.reuse.orchestrator import Orchestrator
 from proxy.reuse.plan import RestoreMode
+from proxy.reuse.request_log import RequestLog
+from proxy.reuse.switch import SharingSwitch
 from proxy.reuse.trace import TurnTrace
 from proxy.reuse.turn import ActiveTurn
 from proxy.store.base import PutOutcome
@@ -38,6 +40,8 @@ class Bench:
     metrics: Metrics
     model: Model
     runner: Runner
+    switch: SharingSwitch
+    log: RequestLog
     orchestrator: Orchestrator
 
     async def ask(
@@ -45,15 +49,10 @@ class Bench:
         token_ids: Any = PROMPT,  # noqa: ANN401
         *,
         drains: bool = True,
+        **reuse: Any,  # noqa: ANN401
     ) -> TurnTrace:
         """Have a prompt continued and committed; returns what is known of it."""
-        request = TurnRequest(
-            model=self.model,
-            token_ids=token_ids,
-            body={"n_predict": 3},
-            route="/api/generate",
-            reuse=ReuseOptions(),
-        )
+        request = self.request(token_ids, **reuse)
         async with self.orchestrator.turn(request) as turn:
             assert isinstance(turn, ActiveTurn)
             events = [event async for event in turn.events()]
@@ -62,6 +61,20 @@ class Bench:
             await self.orchestrator.drain(timeout_seconds=5)
             assert "0/1 leased" in repr(self.model.pool)
         return turn.trace
+
+    def request(
+        self,
+        token_ids: Any = PROMPT,  # noqa: ANN401
+        **reuse: Any,  # noqa: ANN401
+    ) -> TurnRequest:
+        """Make a request of the model."""
+        return TurnRequest(
+            model=self.model,
+            token_ids=token_ids,
+            body={"n_predict": 3},
+            route="/api/generate",
+            reuse=ReuseOptions(**reuse),
+        )
 
     def value(self, name: str) -> float:
         """Return the sum of a counter over its labels."""
@@ -103,6 +116,15 @@ def facts() -> ModelFacts:
     )
 
 
+async def inspected(runner: Runner, server: FakeLlamaServer) -> LlamaServerClient:
+    """Make a runner ready; returns its client, to be closed."""
+    client = LlamaServerClient(url=server.url)
+    await runner.inspect(
+        client, slot_directory=server.slot_directory, flags=(), engine="", pid=None
+    )
+    return client
+
+
 @asynccontextmanager
 async def bench() -> AsyncIterator[Bench]:
     """Build all of it; a restore is made whenever something is stored."""
@@ -119,19 +141,20 @@ async def bench() -> AsyncIterator[Bench]:
             patience=1,
         )
         model.runners.append(runner)
-        client = LlamaServerClient(url=server.url)
-        await runner.inspect(
-            client,
-            slot_directory=server.slot_directory,
-            flags=(),
-            engine="",
-            pid=None,
-        )
+        client = await inspected(runner, server)
+        switch, log = SharingSwitch(metrics), RequestLog()
         orchestrator = Orchestrator(
-            catalog=catalog, store=store, mode=RestoreMode.ALWAYS, metrics=metrics
+            catalog=catalog,
+            store=store,
+            mode=RestoreMode.ALWAYS,
+            metrics=metrics,
+            switch=switch,
+            log=log,
         )
         try:
-            yield Bench(server, store, metrics, model, runner, orchestrator)
+            yield Bench(
+                server, store, metrics, model, runner, switch, log, orchestrator
+            )
         finally:
             runner.close_files()
             await client.close()
@@ -296,19 +319,144 @@ async def test_a_defect_of_ours_costs_no_turn(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_namespaces_do_not_share() -> None:
-    """What is stored under one namespace is a miss under another."""
+    """Another namespace gets neither what is stored nor what the slot holds."""
+    async with bench() as it:
+        await it.ask()
+        for namespace in ("tenant", "other"):
+            trace = await it.ask(namespace=namespace)
+            assert (trace.slot_tokens, trace.restored_tokens) == (0, 0)
+            assert it.server.calls[-2:] == ["completion 0", "save"]
+        again = await it.ask(namespace="other")
+        assert again.slot_tokens == 50
+        assert (await it.ask(namespace="tenant")).restored_tokens == 48
+        assert len(it.store.blocks) == 9
+
+
+async def test_a_request_chooses_the_size_of_its_blocks() -> None:
+    """Blocks of another size have other keys; too large ones are neither."""
+    async with bench() as it:
+        await it.ask(block_size=32)
+        assert len(it.store.blocks) == 1
+        await it.ask(OTHER)
+        assert (await it.ask()).restored_tokens == 0
+        await it.ask(OTHER)
+        assert (await it.ask(block_size=32)).restored_tokens == 32
+        stored = len(it.store.blocks)
+        trace = await it.ask(OTHER + 100, block_size=1 << 20)
+        assert trace.plan.reason == "blocks of this size are too large"
+        assert len(it.store.blocks) == stored
+
+
+async def test_reading_and_writing_are_allowed_apart() -> None:
+    """A request that forbids one of them is served without it."""
+    async with bench() as it:
+        trace = await it.ask(write=False)
+        assert (trace.commit and trace.commit.result) == "the request forbids it"
+        assert it.store.blocks == {}
+        await it.ask()
+        await it.ask(OTHER)
+        it.store.calls.clear()
+        trace = await it.ask(read=False)
+        assert trace.plan.reason == "the request forbids restores"
+        assert "get" not in [name for name, _ in it.store.calls]
+        trace = await it.ask(OTHER + 100, read=False)
+        assert trace.commit is not None
+        assert (trace.commit.result, trace.commit.stored_blocks) == ("stored", 3)
+        assert trace.commit.stored_bytes == 3 * 16 * 4 * 64
+        assert (await it.ask(OTHER + 100)).commit is not None
+
+
+async def test_while_paused_requests_are_forwarded_plainly() -> None:
+    """No question to the store, no save; after it all is as before."""
     async with bench() as it:
         await it.ask()
         await it.ask(OTHER)
-        request = TurnRequest(
-            model=it.model,
-            token_ids=PROMPT,
-            body={"n_predict": 3},
-            route="/api/generate",
-            reuse=ReuseOptions(namespace="tenant"),
-        )
-        async with it.orchestrator.turn(request) as turn:
-            assert turn.restored_tokens == 0
+        it.store.calls.clear()
+        it.server.calls.clear()
+        it.switch.set_paused(True)
+        for prompt in (PROMPT, OTHER + 100):
+            trace = await it.ask(prompt)
+            assert trace.plan.reason == "sharing is paused"
+            assert (trace.commit and trace.commit.result) == "sharing is paused"
+        assert it.store.calls == []
+        assert it.server.calls == ["completion 0", "completion 0"]
+        it.switch.set_paused(False)
+        assert (await it.ask()).restored_tokens == 48
+
+
+async def test_a_turn_is_paused_that_began_before() -> None:
+    """What a turn leaves in its slot is not stored once sharing is paused."""
+    async with bench() as it:
+        async with it.orchestrator.turn(it.request()) as turn:
+            it.switch.set_paused(True)
+            assert [event async for event in turn.events()][-1]["stop"]
+        await it.orchestrator.drain(timeout_seconds=5)
+        assert it.store.blocks == {}
+
+
+async def test_a_turn_is_part_of_its_request() -> None:
+    """The record of a request knows the turn by the time that it waits for a slot."""
+    async with bench() as it:
+        record = it.log.begin("/api/generate")
+        async with it.orchestrator.turn(it.request()) as turn:
+            assert turn.request_id == record.request_id
+            assert record.to_dict()["turn"]["result"] == "running"
             async for _ in turn.events():
                 pass
         await it.orchestrator.drain(timeout_seconds=5)
+        told = record.to_dict()["turn"]
+        assert told["result"] == "complete"
+        assert told["commit"]["result"] == "stored"
+        assert told["decoded_tokens"] == 3
+        it.log.leave()
+        assert (await it.ask()).request_id != record.request_id
+
+
+async def test_a_broken_connection_is_no_death() -> None:
+    """A runner that lives was asked once, and its silence is the answer."""
+    async with bench() as it:
+        it.server.breaks_off = True
+        with pytest.raises(RunnerGone):
+            await it.ask()
+        assert it.runner.is_ready
+        it.server.breaks_off = False
+        assert (await it.ask()).deaths == 0
+
+
+@pytest.mark.parametrize("is_relayed", [False, True])
+async def test_a_turn_moves_from_a_dead_runner(is_relayed: bool) -> None:
+    """Before the first word the next runner is asked, and all is decided anew."""
+    async with bench() as it, fake_llama_server() as second:
+        await it.ask()
+        other = Runner(
+            runner_id="m/1",
+            facts=it.model.facts,
+            listener=it.model,
+            block_size=BLOCK,
+            patience=1,
+        )
+        it.model.runners.append(other)
+        client = await inspected(other, second)
+        second.is_dying = True
+        request = it.request()
+        if is_relayed:
+            body = {"n_predict": 3, "prompt": PROMPT.tolist(), "stream": True}
+            request = replace(request, body=body)
+        async with it.orchestrator.turn(request) as turn:
+            assert turn.slot.runner is other, "the prefix is not long enough to wait"
+            assert turn.restored_tokens == 48
+            if is_relayed:
+                async with turn.forward() as answer:
+                    assert answer.status == 200
+                    chunks = [chunk async for chunk in answer.chunks()]
+                assert b'"timings"' in chunks[-1]
+            else:
+                assert [event async for event in turn.events()][-1]["stop"]
+        await it.orchestrator.drain(timeout_seconds=5)
+        trace = turn.trace
+        assert (trace.runner_id, trace.deaths, trace.result) == ("m/0", 1, "complete")
+        assert (trace.slot_tokens, trace.restored_tokens) == (50, 0)
+        assert not other.is_ready
+        assert "0/1 leased" in repr(it.model.pool)
+        other.close_files()
+        await client.close()
