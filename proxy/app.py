@@ -96,6 +96,7 @@ class Application:
                     threads=options.threads,
                     cache_ram_mib=options.cache_ram,
                     block_size=options.block_size,
+                    keep_alive_seconds=options.keep_alive,
                 ),
                 cache_dir=options.cache,
                 socket_dir=sockets.path,
@@ -307,13 +308,16 @@ def say(text: str) -> None:
 
 
 async def _settle(model: Model) -> None:
-    """Wait until each runner of a model is up, or has failed for good.
+    """Wait until each runner of a model is up, is parked, or has failed for good.
 
-    Raises ConfigError if none is up then.
+    Raises ConfigError if all have failed then.
     """
-    while not all(runner.is_ready or runner.has_failed for runner in model.runners):
+    while not all(
+        runner.is_ready or runner.parked.is_set() or runner.has_failed
+        for runner in model.runners
+    ):
         await model.wait_change()
-    if model.runners and not model.is_running:
+    if model.runners and all(runner.has_failed for runner in model.runners):
         raise ConfigError(f"model {model.name}: {model.runners[0].failure}")
 
 

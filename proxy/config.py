@@ -27,6 +27,7 @@ from proxy.setting_values import (
     parse_block_size,
     parse_count,
     parse_flag,
+    parse_keep_alive,
     parse_listen,
     parse_model,
     parse_path,
@@ -124,6 +125,14 @@ SETTINGS: tuple[Setting, ...] = (
         None,
         "MIB",
         "the engine's own RAM cache (default: the engine's)",
+    ),
+    Setting(
+        "keep-alive",
+        parse_keep_alive,
+        "5m",
+        "DURATION",
+        "how long a model stays loaded without a request, as 5m or 1h30m; 0: not at"
+        " all, negative: for ever",
     ),
     Setting(
         "block-size",
@@ -233,6 +242,7 @@ class ServeOptions:
     flash_attn: str
     threads: int | None
     cache_ram: int | None
+    keep_alive: float
     block_size: int | None
     store: str
     store_size: int | None

@@ -2,6 +2,7 @@
 
 Two kinds of runners: embedded ones, started here, and given llama-servers. Rules:
 1. Every runner is one task of `Serving`; a task that fails is logged and tried again.
+   All are started at once; what nobody uses is parked later.
 2. Two given servers with one name and different contents are refused; the same
    content is one model with several runners.
 """
@@ -46,6 +47,8 @@ class EngineOptions:
     threads: int | None
     cache_ram_mib: int | None
     block_size: int | None
+    keep_alive_seconds: float
+    """How long a model stays loaded without a use, where no request says."""
 
     @property
     def runner_threads(self) -> int | None:
@@ -93,12 +96,22 @@ class Serving:
     async def start_embedded(self, name: str, path: Path) -> Model:
         """Serve a model file with runners of ours. Raises ConfigError."""
         facts = await load_facts(path, self._cache_dir)
-        model = Model(name=full_name(name), facts=facts, metrics=self._metrics)
+        model = Model(
+            name=full_name(name),
+            facts=facts,
+            metrics=self._metrics,
+            keep_alive_seconds=self._engine.keep_alive_seconds,
+        )
         self._catalog.add(model)
         trained = facts.context_length or DEFAULT_CONTEXT_TOKENS
         context = self._engine.context_tokens or min(DEFAULT_CONTEXT_TOKENS, trained)
         for number in range(self._engine.runners):
-            runner = self._runner(f"{model.name}/{number}", model, embedded.PATIENCE)
+            runner = self._runner(
+                f"{model.name}/{number}",
+                model,
+                patience=embedded.PATIENCE,
+                can_park=True,
+            )
             options = EmbeddedOptions(
                 model_path=path,
                 alias=model.name,
@@ -138,17 +151,22 @@ class Serving:
 
     async def stop(self) -> None:
         """End all runners of ours and leave the given ones alone."""
+        for model in self._catalog.models():
+            model.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _runner(self, runner_id: str, model: Model, patience: int) -> Runner:
+    def _runner(
+        self, runner_id: str, model: Model, *, patience: int, can_park: bool
+    ) -> Runner:
         runner = Runner(
             runner_id=runner_id,
             facts=model.facts,
             listener=model,
             block_size=self._engine.block_size,
             patience=patience,
+            can_park=can_park,
         )
         model.runners.append(runner)
         return runner
@@ -205,7 +223,10 @@ class Serving:
             facts = await client.model_facts()
         model = self._model_of(props, facts)
         runner = self._runner(
-            f"{model.name}@{options.url.rpartition('/')[2]}", model, attached.PATIENCE
+            f"{model.name}@{options.url.rpartition('/')[2]}",
+            model,
+            patience=attached.PATIENCE,
+            can_park=False,
         )
         server = AttachedRunner(
             runner, client, options=options, process=process, refusal=refusal

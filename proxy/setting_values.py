@@ -3,9 +3,12 @@
 All raise ValueError with what is wrong; who calls says where the value came from.
 """
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+
+from proxy.durations import parse_go_duration
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
@@ -46,6 +49,15 @@ def parse_count(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def parse_keep_alive(text: str) -> float:
+    """Return the seconds that "5m" or "300" mean; infinity for a negative value."""
+    try:
+        seconds = float(int(text))
+    except ValueError:
+        seconds = parse_go_duration(text)
+    return math.inf if seconds < 0 else seconds
 
 
 def parse_word(*words: str) -> Callable[[str], str]:

@@ -10,6 +10,8 @@ Rules:
 4. A process that turns cannot reach any more is ended, whether it lives or not.
 5. What is known of the model's file is known of the file that this process loaded: it
    is read for each start, and must be the same before and after the load.
+6. A parked runner has no process, at whatever point of its life it was parked. Where
+   it is wanted before its process has ended, another one is started after that.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import orjson
 
@@ -124,13 +126,17 @@ class EmbeddedRunner:
         """Start the process, wait for its end, start it again; until cancelled."""
         pause = FIRST_PAUSE_SECONDS
         while True:
+            await self.runner.wait_wanted()
             started = time.monotonic()
             try:
-                reason = await self._live()
+                reason = await self._live_until_parked()
             except (KvbusError, OSError) as exc:
                 reason = str(exc)
             finally:
                 await self._end()
+            if reason is None:
+                pause = FIRST_PAUSE_SECONDS
+                continue
             if time.monotonic() - started > STABLE_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             self.runner.report_gone(reason)
@@ -140,8 +146,25 @@ class EmbeddedRunner:
                 reason,
                 pause,
             )
-            await asyncio.sleep(pause)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self.runner.parked.wait()
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    async def _live_until_parked(self) -> str | None:
+        """Run the process once; returns why it ended, None where it was parked.
+
+        Raises KvbusError, OSError.
+        """
+        life = asyncio.create_task(self._live())
+        parked = asyncio.create_task(self.runner.parked.wait())
+        try:
+            await asyncio.wait({life, parked}, return_when=asyncio.FIRST_COMPLETED)
+            return None if parked.done() else life.result()
+        finally:
+            for task in (life, parked):
+                task.cancel()
+            await asyncio.gather(life, parked, return_exceptions=True)
 
     async def _live(self) -> str:
         """Run the process once; returns why it ended. Raises KvbusError."""
@@ -153,12 +176,13 @@ class EmbeddedRunner:
         assert process.stdout is not None
         try:
             async with asyncio.timeout(START_TIMEOUT_SECONDS):
-                ready = await process.stdout.readline()
+                ready_line = await process.stdout.readline()
         except TimeoutError as exc:
             raise RunnerGone("timed out waiting for llama-server to start") from exc
-        if not ready:
+        if not ready_line:
             await process.wait()
             raise RunnerGone(self._last_words())
+        ready = _read_ready(ready_line)
         if await self._load_facts() != facts:
             raise RunnerGone("the model's file was changed while it was loaded")
         self.runner.facts = facts
@@ -169,7 +193,8 @@ class EmbeddedRunner:
                 client,
                 slot_directory=options.slot_directory,
                 flags=options.flags(),
-                engine=_build(ready),
+                engine=str(ready.get("engine", "")),
+                vram_bytes=int(ready.get("vram_bytes", 0)),
                 pid=process.pid,
                 is_same_process=lambda: process.returncode is None,
             )
@@ -208,9 +233,11 @@ class EmbeddedRunner:
                 pass_fds=(reading,),
                 start_new_session=True,  # a Ctrl-C is ours to handle
             )  # fmt: skip
-        except OSError as exc:
+        except BaseException as exc:
             os.close(writing)
-            raise RunnerGone(f"cannot start: {exc}") from exc
+            if isinstance(exc, OSError):
+                raise RunnerGone(f"cannot start: {exc}") from exc
+            raise
         finally:
             os.close(reading)
         self._lifeline = writing
@@ -260,10 +287,12 @@ def _make_empty(directory: Path) -> None:
             path.unlink()
 
 
-def _build(ready_line: bytes) -> str:
-    """Return the engine's build out of the process's ready line."""
+def _read_ready(line: bytes) -> dict[str, Any]:
+    """Read what a process says of itself when it is ready. Raises RunnerGone."""
     try:
-        ready = orjson.loads(ready_line)
-    except orjson.JSONDecodeError as exc:
-        raise RunnerGone("the runner said something else than being ready") from exc
-    return str(ready.get("engine", ""))
+        ready = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        ready = None
+    if not isinstance(ready, dict):
+        raise RunnerGone("the runner said something else than being ready")
+    return ready

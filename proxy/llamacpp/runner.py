@@ -13,6 +13,8 @@ A `Runner` is told apart from the process behind it: the process may be restarte
 5. Whoever is about to put KV into it, or has just taken KV out of it, asks first
    whether it still is the process that was inspected (`check_process`): another one
    behind the same address may have another model.
+6. A runner of ours can be parked: its process is ended on purpose, which is no failure,
+   and started when somebody wants it. Whoever parks it has seen that nobody uses it.
 """
 
 import asyncio
@@ -53,6 +55,10 @@ class RunnerListener(Protocol):
 
     def runner_gone(self, runner: "Runner", reason: str) -> None:
         """Hear that the runner cannot be used now (again, for each failed start)."""
+        ...
+
+    def runner_parked(self, runner: "Runner") -> None:
+        """Hear that the runner is not used until it is wanted again."""
         ...
 
 
@@ -97,9 +103,14 @@ class Runner:
         listener: RunnerListener,
         block_size: int | None,
         patience: int,
+        can_park: bool = False,
     ) -> None:
-        """Describe a runner; after `patience` failures in a row it has failed."""
+        """Describe a runner; after `patience` failures in a row it has failed.
+
+        `can_park` tells whether its process is ours to end and to start.
+        """
         self.runner_id = runner_id
+        self.can_park = can_park
         self.facts = facts
         self._listener = listener
         self._block_size = block_size
@@ -116,6 +127,14 @@ class Runner:
         self._is_same_process: Callable[[], bool] = _never_ends
         self.lost = asyncio.Event()
         """Set while a turn could not reach it and its owner has not seen to it."""
+        self.parked = asyncio.Event()
+        """Set while its process shall not run."""
+        self.vram_bytes = 0
+        """Device memory that its process took when it loaded."""
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+        self._ended = asyncio.Event()
+        self._ended.set()
         self._num_failures = 0
         self._client: LlamaServerClient | None = None
         self._directory: SlotDirectory | None = None
@@ -173,6 +192,36 @@ class Runner:
         else:
             self._leave(reason)
 
+    def park(self) -> None:
+        """Have the process ended, and none started until somebody wants it."""
+        if self.can_park and not self.parked.is_set():
+            self.is_ready = False
+            self.failure, self._num_failures = "", 0
+            self.lost.clear()
+            self._ended.clear()
+            self._wanted.clear()
+            self.parked.set()
+            self._listener.runner_parked(self)
+
+    def want(self) -> None:
+        """Have a parked runner started."""
+        self.parked.clear()
+        self._ended.set()
+        self._wanted.set()
+
+    async def wait_wanted(self) -> None:
+        """Wait, for its owner, until the process shall run; none runs now."""
+        if self.parked.is_set():
+            self.close_files()
+            self.pid = None
+            self._ended.set()
+            logger.info("event=runner.parked runner=%s", self.runner_id)
+        await self._wanted.wait()
+
+    async def wait_ended(self) -> None:
+        """Wait until the process of a parked runner has ended, or is wanted again."""
+        await self._ended.wait()
+
     def _leave(self, reason: str) -> None:
         self.failure = reason
         self._num_failures += 1
@@ -192,6 +241,7 @@ class Runner:
         flags: Sequence[str],
         engine: str,
         pid: int | None,
+        vram_bytes: int = 0,
         refusal: str = "",
         is_same_process: Callable[[], bool] = _never_ends,
     ) -> None:
@@ -206,6 +256,7 @@ class Runner:
         self._client = client
         self._is_same_process = is_same_process
         self.pid = pid
+        self.vram_bytes = vram_bytes
         self.num_slots, self.context_tokens = _read_props(props)
         self.props = read_props(props)
         self.close_files()

@@ -5,8 +5,8 @@ flags of llama-server that kvbus needs. It is two processes: the *engine*, which
 the model and serves, and a small *guard* in front of it, whose pid the caller knows.
 
 Rules:
-1. One JSON line on stdout, ``{"ready": true, "address": ..., "engine": ...}``, when
-   the model answers; nothing else goes there.
+1. One JSON line on stdout, ``{"ready": true, "address": ..., "engine": ...,
+   "vram_bytes": ...}``, when the model answers; nothing else goes there.
 2. SIGTERM, SIGINT, or the end of the pipe ``--parent-fd`` (the caller died, however it
    died) end the engine at once, remove the socket, the slot files named kvbus-* and
    their directory if that leaves it empty, and give exit code 0.
@@ -238,10 +238,8 @@ def _become_engine(options: argparse.Namespace, guard_pid: int) -> NoReturn:
     os.environ["GGML_NO_BACKTRACE"] = "1"  # no debugger prints our memory
     code = 1
     try:
-        server, engine = _load(options)
-        address = server.listening_address
-        ready = {"ready": True, "address": address, "engine": engine}
-        print(json.dumps(ready), flush=True)
+        _server, ready = _load(options)
+        print(json.dumps({"ready": True, **ready}), flush=True)
         threading.Event().wait()
     except ConfigError as error:
         print(f"runner: {error}", file=sys.stderr, flush=True)
@@ -261,8 +259,8 @@ def _die_with(guard_pid: int) -> None:
             os._exit(1)
 
 
-def _load(options: argparse.Namespace) -> tuple[Any, str]:
-    """Load the model; give the running server and the engine's name and version."""
+def _load(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """Load the model; give the running server and what to say of it."""
     try:
         import xllamacpp
     except ImportError as error:
@@ -271,13 +269,18 @@ def _load(options: argparse.Namespace) -> tuple[Any, str]:
         ) from error
     params = xllamacpp.CommonParams()
     _apply(options, params, xllamacpp)
+    free_bytes = _free_device_bytes(xllamacpp)
     try:
         server = xllamacpp.Server(params)
     except Exception as error:
         raise ConfigError(
             f"model {options.model}: the engine could not load it"
         ) from error
-    return server, f"xllamacpp {metadata.version('xllamacpp')}"
+    return server, {
+        "address": server.listening_address,
+        "engine": f"xllamacpp {metadata.version('xllamacpp')}",
+        "vram_bytes": max(0, free_bytes - _free_device_bytes(xllamacpp)),
+    }
 
 
 def _apply(options: argparse.Namespace, params: Any, xllamacpp: Any) -> None:  # noqa: ANN401
@@ -320,6 +323,16 @@ def _apply(options: argparse.Namespace, params: Any, xllamacpp: Any) -> None:  #
     params.ui = False
     params.offline = True
     params.verbosity = _LOG_ERRORS
+
+
+def _free_device_bytes(xllamacpp: Any) -> int:  # noqa: ANN401
+    """Return the free memory of all devices with memory of their own."""
+    gpu = xllamacpp.ggml_backend_dev_type.GGML_BACKEND_DEVICE_TYPE_GPU
+    return sum(
+        device["memory_free"]
+        for device in xllamacpp.get_device_info()
+        if device["type"] == gpu
+    )
 
 
 def _default_batch_tokens(xllamacpp: Any) -> int | None:  # noqa: ANN401

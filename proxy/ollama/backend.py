@@ -11,7 +11,7 @@ Rules:
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,6 +47,34 @@ class ServedModel(Protocol):
 
         Exact once a runner is ready.
         """
+        ...
+
+    @property
+    def remaining_seconds(self) -> float:
+        """How long it stays loaded if nobody uses it from now on; or infinity."""
+        ...
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Memory that it takes while it is loaded."""
+        ...
+
+    @property
+    def vram_bytes(self) -> int:
+        """How much of that is a device's."""
+        ...
+
+    def in_use(
+        self, keep_alive_seconds: float | None = None
+    ) -> AbstractContextManager[None]:
+        """Keep it loaded while the block runs, and after it for its keep-alive.
+
+        `keep_alive_seconds` is the keep-alive from now on, unless it is None.
+        """
+        ...
+
+    async def unload(self) -> None:
+        """Free it now, or where it is used after that."""
         ...
 
     async def wait_ready(self) -> None:

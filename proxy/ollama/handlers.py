@@ -10,6 +10,7 @@ Rules:
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -150,16 +151,18 @@ class OllamaApi:
     ) -> web.StreamResponse:
         """Serve one generating request and tell the observer of it."""
         progress = Progress(kind)
+        use = ExitStack()
         self._observer.started(kind.value)
         try:
             wanted = await _read_request(request, parse)
-            return await self._serve(request, wanted, progress)
+            return await self._serve(request, wanted, progress, use)
         except Exception as exc:  # the root of a request: nothing may escape
             return await end_in_failure(progress, exc)
         except asyncio.CancelledError:
             progress.note_client_gone()
             raise
         finally:
+            use.close()
             self._observer.finished(progress.outcome())
 
     async def _serve(
@@ -167,17 +170,23 @@ class OllamaApi:
         request: web.Request,
         wanted: GenerateRequest | ChatRequest,
         progress: Progress,
+        use: ExitStack,
     ) -> web.StreamResponse:
-        """Do what was asked; raises whatever stands in its way before the reply."""
+        """Do what was asked; raises whatever stands in its way before the reply.
+
+        The model is kept loaded until `use` is closed.
+        """
         kind = progress.kind
         check_model_given(wanted)
         model = self._resolve(wanted.model)
         progress.model = model.name
         if is_unload(wanted):
+            await model.unload()
             return _load_response(wanted, progress, done_reason="unload")
         check_supported(wanted, model)
         options = parse_options(wanted.options)
         reuse = self._reuse_policy(request, wanted.options.get(sharing.FIELD))
+        use.enter_context(model.in_use(wanted.keep_alive_seconds))
         await _wait_ready(model, progress)
         if wanted.is_empty:
             return _load_response(wanted, progress, done_reason="load")

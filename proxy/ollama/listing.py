@@ -5,14 +5,16 @@ Pure: model facts in, JSON-ready values out.
 Rules:
 1. `digest` is the SHA-256 of the model file where that is known, else the content
    digest that kvbus keys KV by; 64 hex characters either way.
-2. A model that is served here stays loaded: `expires_at` lies centuries ahead, as
-   Ollama's does for a keep-alive without end.
+2. `expires_at` is local time. For a keep-alive without end it lies centuries ahead,
+   as Ollama's does.
 """
 
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Any
 
+from proxy.durations import NANOSECONDS
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.ollama.abilities import abilities_of
 from proxy.ollama.backend import ServedModel
@@ -29,20 +31,21 @@ def tags_reply(models: Iterable[ServedModel]) -> dict[str, Any]:
 
 
 def ps_reply(models: Iterable[ServedModel], *, time_ns: int) -> dict[str, Any]:
-    """Make the answer of /api/ps for the models that are loaded."""
+    """Make the answer of /api/ps of the models that are loaded, the lasting first."""
+    lasting_first = sorted(models, key=lambda model: -model.remaining_seconds)
     return {
         "models": [
             {
                 "name": model.name,
                 "model": model.name,
-                "size": model.facts.size_bytes,
+                "size": model.loaded_bytes,
                 "digest": _digest(model.facts),
                 "details": _details(model.facts),
-                "expires_at": format_time(time_ns + _FOREVER_NS),
-                "size_vram": 0,
+                "expires_at": _local_time(time_ns, after=model.remaining_seconds),
+                "size_vram": model.vram_bytes,
                 "context_length": model.context_tokens,
             }
-            for model in models
+            for model in lasting_first
         ]
     }
 
@@ -92,6 +95,17 @@ def _details(facts: ModelFacts) -> dict[str, Any]:
         "parameter_size": facts.parameter_size,
         "quantization_level": facts.quantization_level,
     }
+
+
+def _local_time(time_ns: int, *, after: float) -> str:
+    """Write the time `after` so many seconds as Go does, with the offset of here."""
+    delay_ns = min(after * NANOSECONDS, _FOREVER_NS)
+    seconds, fraction = divmod(time_ns + int(delay_ns), NANOSECONDS)
+    there = datetime.fromtimestamp(seconds, UTC).astimezone()
+    digits = f".{fraction:09d}".rstrip("0").rstrip(".")
+    offset = there.strftime("%z")
+    zone = f"{offset[:3]}:{offset[3:5]}" if offset.strip("+-0") else "Z"
+    return f"{there:%Y-%m-%dT%H:%M:%S}{digits}{zone}"
 
 
 def _digest(facts: ModelFacts) -> str:

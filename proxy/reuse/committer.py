@@ -21,6 +21,7 @@ import logging
 import mmap
 import time
 from collections.abc import Awaitable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 from proxy.blocks import BlockKey, Fingerprint
 from proxy.errors import ReuseError, RunnerGone, SlotError, StoreError
@@ -80,14 +81,16 @@ class Committer:
         slot: Slot,
         pool: SlotPool,
         *,
+        use: AbstractContextManager[None],
         sharing: Sharing,
         reuse: RequestedReuse,
         num_tokens: int,
     ) -> CommitReport:
         """Take over the lease of `slot`; store its new blocks if that is possible.
 
-        `num_tokens` is how many the slot holds; it may know fewer of their ids. What
-        is returned is filled in when the commit has ended.
+        `use` is entered for as long as the runner has to live. `num_tokens` is how
+        many the slot holds; it may know fewer of their ids. What is returned is
+        filled in when the commit has ended.
         """
         store = self._store
         if store is None or not store.is_available:
@@ -98,6 +101,7 @@ class Committer:
             pool.release(slot)
             return CommitReport("dropped")
         commit = _Commit(slot, pool, sharing, reuse, num_tokens)
+        commit.use.enter_context(use)
         self._under_way.add(commit)
         task = asyncio.create_task(self._run(commit, store))
         self._tasks.add(task)
@@ -162,6 +166,7 @@ class Committer:
             result = "failed"
             logger.exception("event=commit.crashed")
         finally:
+            commit.use.close()
             commit.release()
             self._under_way.discard(commit)
             commit.done.set()
@@ -181,6 +186,7 @@ class Committer:
         if all(present) and len(present) == num_blocks:
             return "nothing new"
         file = await self._save(commit)
+        commit.use.close()
         commit.release()
         if file is None:
             return "too slow"
@@ -297,6 +303,7 @@ class _Commit:
         self.report = CommitReport()
         self.expected = slot.token_ids
         self.done = asyncio.Event()
+        self.use = ExitStack()
         self._pool: SlotPool | None = pool
 
     def release(self) -> None:

@@ -4,13 +4,19 @@ Rules:
 1. A model is found under its full name; `x` is `x:latest`, case does not matter.
 2. A model listens to its runners: their slots are in its pool exactly while they are
    ready. When all of its runners have failed, whoever waits for a slot hears so.
+3. A model that was not used for its keep-alive is freed: runners of ours are parked,
+   and the slots of given ones, which are not ours to end, are erased. Commits count as
+   uses until the engine has written the slot. Whoever waits for a runner wants it.
 """
 
 import asyncio
+import logging
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
-from proxy.errors import ConfigError, RunnerGone, UpstreamError
+from proxy.errors import ConfigError, KvbusError, RunnerGone, UpstreamError
 from proxy.llamacpp.client import LlamaServerClient
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.props import RunnerProps
@@ -19,7 +25,10 @@ from proxy.metrics import Metrics
 from proxy.prefix.hashing import TokenIds
 from proxy.prefix.tokenizer import PrefixTokenizer
 from proxy.reuse.arbiter import CostModel
-from proxy.reuse.slots import SlotPool
+from proxy.reuse.keep_alive import KeepAlive
+from proxy.reuse.slots import NO_TOKENS, SlotPool
+
+logger = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_SECONDS = 300.0
 """How long a request waits for a model to be loaded (Ollama's OLLAMA_LOAD_TIMEOUT)."""
@@ -27,13 +36,24 @@ LOAD_TIMEOUT_SECONDS = 300.0
 MAX_DEATHS = 2
 """So many runners may die under one question before the request fails."""
 
+UNLOAD_SECONDS = 10.0
+"""How long whoever unloads a model waits for the end of its processes."""
+
 _Answer = TypeVar("_Answer")
 
 
 class Model:
     """One model under its name."""
 
-    def __init__(self, *, name: str, facts: ModelFacts, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        *,
+        name: str,
+        facts: ModelFacts,
+        metrics: Metrics,
+        keep_alive_seconds: float = math.inf,
+    ) -> None:
+        """Describe a model that is freed after so long without a use, or never."""
         self.name = name
         self.facts = facts
         self.pool = SlotPool()
@@ -42,12 +62,20 @@ class Model:
         self._metrics = metrics
         self._tokenizer = PrefixTokenizer(self._ask_tokenizer, facts.control_tokens)
         self._changed = asyncio.Event()
+        self._keep_alive = KeepAlive(
+            default_seconds=keep_alive_seconds, on_idle=self._free
+        )
+        self._is_erased = False
+        self._erasing: asyncio.Task[None] | None = None
 
     @property
     def context_tokens(self) -> int:
-        """Tokens, prompt and reply together, that every slot has room for."""
-        ready = [runner.context_tokens for runner in self._ready()]
-        return min(ready) if ready else self.facts.context_length
+        """Tokens, prompt and reply together, that every slot has room for.
+
+        Exact once a runner was ready.
+        """
+        known = [runner.context_tokens for runner in self._ready() or self.runners]
+        return min(filter(None, known), default=self.facts.context_length)
 
     @property
     def props(self) -> RunnerProps | None:
@@ -59,6 +87,61 @@ class Model:
     def is_running(self) -> bool:
         """Whether at least one runner is ready."""
         return bool(self._ready())
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether a runner is ready, and was not freed since the last use."""
+        return self.is_running and not self._is_erased
+
+    @property
+    def remaining_seconds(self) -> float:
+        """How long it stays loaded if nobody uses it from now on; or infinity."""
+        return self._keep_alive.remaining_seconds
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Memory that its runners take: weights once, and the KV of all slots."""
+        kv_bytes = sum(
+            runner.sharing.layout.kv_bytes_per_token
+            * runner.context_tokens
+            * runner.num_slots
+            for runner in self._ready()
+            if runner.sharing is not None
+        )
+        return max(self.facts.size_bytes + kv_bytes, self.vram_bytes)
+
+    @property
+    def vram_bytes(self) -> int:
+        """Device memory that its runners took when they loaded."""
+        return sum(runner.vram_bytes for runner in self._ready())
+
+    def in_use(
+        self, keep_alive_seconds: float | None = None
+    ) -> AbstractContextManager[None]:
+        """Keep it loaded while the block runs, and after it for its keep-alive.
+
+        `keep_alive_seconds` is the keep-alive from now on, unless it is None.
+        """
+        return self._keep_alive.use(keep_alive_seconds)
+
+    async def unload(self) -> None:
+        """Free it now, or where it is used after that.
+
+        Returns when the processes have ended, or at once where it is used.
+        """
+        self._keep_alive.end()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(UNLOAD_SECONDS):
+                if self._erasing is not None:
+                    await asyncio.wait({self._erasing})
+                for runner in self.runners:
+                    await runner.wait_ended()
+
+    def close(self) -> None:
+        """Free nothing any more."""
+        self._keep_alive.close()
+        if self._erasing is not None:
+            self._erasing.cancel()
 
     def costs(self, runner: Runner) -> CostModel:
         """Return what is learned of one runner; it outlives the runner's restarts."""
@@ -81,6 +164,8 @@ class Model:
     def runner_ready(self, runner: Runner) -> None:
         """Take in the slots of a runner."""
         self.pool.add_runner(runner)
+        self._is_erased = False
+        self._keep_alive.note_loaded()
         self._notify()
 
     def runner_gone(self, runner: Runner, reason: str) -> None:
@@ -91,8 +176,19 @@ class Model:
             self.pool.fail_waiting(self._failure())
         self._notify()
 
+    def runner_parked(self, runner: Runner) -> None:
+        """Forget the slots of a runner that is ended on purpose."""
+        self.pool.drop_runner(runner)
+        self._notify()
+
     async def wait_ready(self) -> None:
-        """Wait until a runner is ready. Raises UpstreamError when none will be."""
+        """Wait until a runner is ready, and have parked ones started.
+
+        Raises UpstreamError when none will be.
+        """
+        self._is_erased = False
+        for runner in self.runners:
+            runner.want()
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_SECONDS):
                 while not self.is_running:
@@ -131,16 +227,50 @@ class Model:
 
         Raises UpstreamError.
         """
-        for _ in range(MAX_DEATHS):
+        with self.in_use():
+            for _ in range(MAX_DEATHS):
+                await self.wait_ready()
+                runner = self._any_ready()
+                try:
+                    return await question(runner.client)
+                except RunnerGone as exc:
+                    if not await runner.client.is_healthy():
+                        runner.report_lost(str(exc))
             await self.wait_ready()
-            runner = self._any_ready()
+            return await question(self._any_ready().client)
+
+    def _free(self) -> None:
+        """Park the runners of ours at once; erase slots of the others, in a task."""
+        for runner in self.runners:
+            runner.park()
+        given = [runner for runner in self._ready() if not runner.can_park]
+        if not given:
+            self._keep_alive.note_freed()
+        elif self._erasing is None or self._erasing.done():
+            self._erasing = asyncio.create_task(self._erase(given))
+
+    async def _erase(self, runners: Sequence[Runner]) -> None:
+        """Empty all slots, unless somebody comes to use them."""
+        for slot in self.pool.slots:
+            if not self._keep_alive.is_due:
+                return
+            if slot.runner not in runners or not self.pool.lease_idle(slot):
+                continue
             try:
-                return await question(runner.client)
-            except RunnerGone as exc:
-                if not await runner.client.is_healthy():
-                    runner.report_lost(str(exc))
-        await self.wait_ready()
-        return await question(self._any_ready().client)
+                slot.token_ids = NO_TOKENS
+                await slot.runner.client.erase_slot(slot.slot_id)
+            except KvbusError as exc:
+                logger.info(
+                    "event=erase.failed runner=%s slot=%d reason=%r",
+                    slot.runner.runner_id,
+                    slot.slot_id,
+                    str(exc),
+                )
+            finally:
+                self.pool.release(slot)
+        if self._keep_alive.is_due:
+            self._is_erased = True
+            self._keep_alive.note_freed()
 
     def _ready(self) -> list[Runner]:
         return [runner for runner in self.runners if runner.is_ready]
@@ -188,8 +318,8 @@ class ModelCatalog:
         return tuple(self._models.values())
 
     def is_running(self, model: object) -> bool:
-        """Tell whether a runner of the model is ready."""
-        return isinstance(model, Model) and model.is_running
+        """Tell whether the model is loaded."""
+        return isinstance(model, Model) and model.is_loaded
 
 
 def full_name(name: str) -> str:

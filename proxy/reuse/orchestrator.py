@@ -94,25 +94,26 @@ class Orchestrator:
         model = self._catalog.resolve(request.model.name)
         assert model is not None, "the front resolves names in the same catalog"
         trace = self._trace(request, model)
-        try:
-            slot = await _lease(model, request, trace)
-        except BaseException as exc:
-            trace.result = "failed" if isinstance(exc, Exception) else "cancelled"
-            raise
-        turn = ActiveTurn(request, slot, trace, partial(self._move, model))
-        try:
-            await self._prepare(turn, model)
-            yield turn
-        except RunnerGone as exc:
-            trace.result = "runner gone"
-            if not await turn.slot.runner.client.is_healthy():
-                turn.slot.runner.report_lost(str(exc))
-            raise
-        except Exception:
-            trace.result = "failed"
-            raise
-        finally:
-            self._finish(turn, model)
+        with model.in_use():
+            try:
+                slot = await _lease(model, request, trace)
+            except BaseException as exc:
+                trace.result = "failed" if isinstance(exc, Exception) else "cancelled"
+                raise
+            turn = ActiveTurn(request, slot, trace, partial(self._move, model))
+            try:
+                await self._prepare(turn, model)
+                yield turn
+            except RunnerGone as exc:
+                trace.result = "runner gone"
+                if not await turn.slot.runner.client.is_healthy():
+                    turn.slot.runner.report_lost(str(exc))
+                raise
+            except Exception:
+                trace.result = "failed"
+                raise
+            finally:
+                self._finish(turn, model)
 
     def _trace(self, request: RequestedTurn, model: Model) -> TurnTrace:
         record = self._log.current
@@ -303,7 +304,12 @@ class Orchestrator:
             model.pool.release(slot)
             return CommitReport(result=obstacle)
         return self._committer.commit(
-            slot, model.pool, sharing=sharing, reuse=reuse, num_tokens=num_tokens
+            slot,
+            model.pool,
+            use=model.in_use(),
+            sharing=sharing,
+            reuse=reuse,
+            num_tokens=num_tokens,
         )
 
 

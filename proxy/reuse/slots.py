@@ -121,6 +121,13 @@ class SlotPool:
                 self.release(waiter.granted.result())
             raise
 
+    def lease_idle(self, slot: Slot) -> bool:
+        """Lease this very slot if it is free now; tell whether it was."""
+        if slot.is_leased or slot not in self._slots:
+            return False
+        slot.is_leased = True
+        return True
+
     def release(self, slot: Slot) -> None:
         """End a lease. Twice is as good as once."""
         slot.is_leased = False

@@ -6,8 +6,9 @@ raised, an `asyncio.Event` is waited for.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,6 +123,22 @@ class ScriptedModel:
     failure: Exception | None = None
     """Raised instead of rendering."""
     rendered: list[list[Mapping[str, Any]]] = field(default_factory=list)
+
+    remaining_seconds: float = math.inf
+    loaded_bytes: int = 160_432_128
+    vram_bytes: int = 0
+    uses: list[float | None] = field(default_factory=list)
+    """The keep-alive of each use, in order; unloading counts as one of 0 seconds."""
+
+    @contextmanager
+    def in_use(self, keep_alive_seconds: float | None = None) -> Iterator[None]:
+        """Note the use."""
+        self.uses.append(keep_alive_seconds)
+        yield
+
+    async def unload(self) -> None:
+        """Note it."""
+        self.uses.append(0.0)
 
     async def wait_ready(self) -> None:
         """Be ready."""
