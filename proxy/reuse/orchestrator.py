@@ -22,7 +22,14 @@ from functools import partial
 import numpy as np
 
 from proxy.blocks import Fingerprint
-from proxy.errors import KvbusError, ReuseError, RunnerGone, StoreError, UpstreamError
+from proxy.errors import (
+    KvbusError,
+    ReuseError,
+    RunnerGone,
+    SlotError,
+    StoreError,
+    UpstreamError,
+)
 from proxy.llamacpp.runner import Sharing
 from proxy.llamacpp.totals import EngineTotals
 from proxy.metrics import Metrics
@@ -173,6 +180,8 @@ class Orchestrator:
                 decision=Decision.KEEP_SLOT if is_hot else Decision.RECOMPUTE,
                 reason=f"{stage} failed",
             )
+        if not turn.keeps_slot:
+            await _empty(turn)
         # from here on the slot's old contents beyond the common prefix are gone
         shared = slot.shared_tokens(token_ids, namespace)
         slot.token_ids = slot.token_ids[:shared]
@@ -317,6 +326,20 @@ def _sharing(turn: ActiveTurn) -> Sharing | None:
     """Return how the KV of the turn's runner is shared, in blocks as it wants them."""
     sharing = turn.slot.runner.sharing
     return sharing and sharing.with_block_size(turn.request.reuse.block_size)
+
+
+async def _empty(turn: ActiveTurn) -> None:
+    """Erase what another namespace left in a slot.
+
+    Where that does not work the engine is told not to reuse it; all of its routes but
+    Anthropic's obey.
+    """
+    try:
+        await turn.slot.runner.client.erase_slot(turn.slot.slot_id)
+    except (SlotError, UpstreamError) as exc:
+        logger.debug("event=erase.failed id=%s reason=%r", turn.request_id, str(exc))
+    else:
+        turn.keeps_slot = True
 
 
 async def _lease(model: Model, request: RequestedTurn, trace: TurnTrace) -> Slot:

@@ -45,6 +45,8 @@ class FakeLlamaServer:
         """A restore that says success, after which all is prefilled."""
         self.refuses_restores = False
         """400 for every restore; the slot is empty then."""
+        self.refuses_erasing = False
+        """As a server does that was started without a slot directory."""
         self.restores_less = False
         """n_restored is smaller than what was in the file."""
         self.saves_nothing = False
@@ -146,6 +148,8 @@ class FakeLlamaServer:
         action = request.query["action"]
         self.calls.append(action)
         name = (await request.json()).get("filename", "")
+        if action == "erase" and self.refuses_erasing:
+            return web.json_response({"error": {"code": 501}}, status=501)
         if action == "erase":
             self.tokens = []
             return web.json_response({"id_slot": 0, "n_erased": 0})

@@ -325,11 +325,14 @@ async def test_namespaces_do_not_share() -> None:
         for namespace in ("tenant", "other"):
             trace = await it.ask(namespace=namespace)
             assert (trace.slot_tokens, trace.restored_tokens) == (0, 0)
-            assert it.server.calls[-2:] == ["completion 0", "save"]
-        again = await it.ask(namespace="other")
+            assert it.server.calls[-3:] == ["erase", "completion 0", "save"]
+        it.server.refuses_erasing = True
+        await it.ask(namespace="third")
+        assert it.server.calls[-3:] == ["erase", "completion 0", "save"]
+        again = await it.ask(namespace="third")
         assert again.slot_tokens == 50
         assert (await it.ask(namespace="tenant")).restored_tokens == 48
-        assert len(it.store.blocks) == 9
+        assert len(it.store.blocks) == 12
 
 
 async def test_a_request_chooses_the_size_of_its_blocks() -> None:
