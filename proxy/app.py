@@ -36,6 +36,7 @@ from proxy.reuse.switch import SharingSwitch
 from proxy.runtime import OwnedDirectory
 from proxy.serving import EngineOptions, Serving
 from proxy.store.supervisor import StoreSupervisor
+from proxy.v1.handlers import V1Api
 
 logger = logging.getLogger(__name__)
 
@@ -131,12 +132,20 @@ class Application:
                 is_loopback_listener=is_loopback, origins=self._options.origins
             ),
         )
+        sharing_policy = SharingPolicy(self._transports)
         api = OllamaApi(
             self.catalog,
             self._orchestrator,
             observer=observer,
             options=ApiOptions(response_headers=self._options.response_headers),
-            reuse_policy=SharingPolicy(self._transports),
+            reuse_policy=sharing_policy,
+        )
+        v1 = V1Api(
+            self.catalog,
+            self._orchestrator,
+            observer=observer,
+            response_headers=self._options.response_headers,
+            reuse_policy=sharing_policy,
         )
         admin = Admin(
             catalog=self.catalog,
@@ -151,11 +160,13 @@ class Application:
         )
         app.middlewares.append(self._in_flight.middleware())
         app.add_routes(api.routes())
+        app.add_routes(v1.routes())
         app.add_routes(admin.routes())
         front = web.AppRunner(
             app,
             access_log=None,
             handler_cancellation=True,
+            auto_decompress=False,  # as Ollama; what comes packed has bounds of its own
             shutdown_timeout=CANCEL_GRACE_SECONDS,
         )
         await front.setup()

@@ -33,21 +33,36 @@ class EngineAnswer:
         return self.content_type.partition(";")[0].strip() == EVENT_STREAM
 
     async def events(self) -> AsyncGenerator[bytes]:
-        """Yield whole events with their closing blank line. Raises RunnerGone."""
+        """Yield whole events with their closing blank lines, all that came at once.
+
+        Raises RunnerGone.
+        """
         buffer = bytearray()
         async for chunk in self.chunks:
             searched = max(0, len(buffer) - 1)
             buffer += chunk
-            while (end := buffer.find(_END_OF_EVENT, searched)) >= 0:
-                stop = end + len(_END_OF_EVENT)
-                event = bytes(buffer[:stop])
-                del buffer[:stop]
-                searched = 0
-                if self.keeps_progress or _PROGRESS not in event:
-                    yield event
+            end = buffer.rfind(_END_OF_EVENT, searched)
+            if end < 0:
+                continue
+            stop = end + len(_END_OF_EVENT)
+            events = bytes(buffer[:stop])
+            del buffer[:stop]
+            if not self.keeps_progress and _PROGRESS in events:
+                events = _without_progress(events)
+            if events:
+                yield events
         if buffer:
             yield bytes(buffer)
 
     async def read(self) -> bytes:
         """Return the whole body. Raises RunnerGone."""
         return b"".join([chunk async for chunk in self.chunks])
+
+
+def _without_progress(events: bytes) -> bytes:
+    kept = [
+        event + _END_OF_EVENT
+        for event in events.split(_END_OF_EVENT)
+        if event and _PROGRESS not in event
+    ]
+    return b"".join(kept)

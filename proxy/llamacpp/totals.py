@@ -1,8 +1,8 @@
 """What the engine says of an answer that is complete, whatever route was asked.
 
 Rules:
-1. Counts come from the engine alone. The `timings` object has them on most routes;
-   Anthropic's has only a `usage`, in two events of a stream.
+1. Counts come from the engine alone. The `timings` object has them everywhere but in
+   a `/v1/responses` answer that is not streamed, which has only a `usage`.
 2. `/completion` says itself whether the context was shifted. Elsewhere that is not
    told: an answer that filled the context counts as shifted.
 
@@ -10,6 +10,7 @@ Rules:
 32
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from typing import Any
 import orjson
 
 from proxy.errors import RunnerGone
+
+_TELLING = re.compile(rb'"timings"|"usage"|"finish_reason":"')
+"""In an event: something that is worth parsing it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,8 @@ class EngineTotals:
     is_shifted: bool | None = None
     """Whether the context was shifted; None where the route does not tell."""
     ended_by_eos: bool = False
+    finish_reason: str = ""
+    """Why an answer that was relayed has ended, in its route's word."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -61,6 +67,7 @@ def read_timings(
     *,
     is_shifted: bool | None = None,
     ended_by_eos: bool = False,
+    finish_reason: str = "",
 ) -> EngineTotals:
     """Read a `timings` object. Raises RunnerGone if it is not whole."""
     try:
@@ -72,6 +79,7 @@ def read_timings(
             decode_seconds=_seconds(timings.get("predicted_ms")),
             is_shifted=is_shifted,
             ended_by_eos=ended_by_eos,
+            finish_reason=finish_reason,
         )
     except (KeyError, TypeError, ValueError, OverflowError) as exc:
         raise RunnerGone("its last event lacks the timings") from exc
@@ -86,69 +94,69 @@ def _seconds(milliseconds: object) -> float | None:
 class TotalsScanner:
     """Finds the totals in an answer that is relayed as it is.
 
-    Give it each server-sent event of a stream, or the whole body of an answer that is
-    not streamed; `totals` is None until the answer is complete.
+    Give it whole server-sent events of a stream, or the whole body of an answer that
+    is not streamed; `totals` is None until the answer is complete.
     """
 
     def __init__(self) -> None:
         # the mutable state
         self.totals: EngineTotals | None = None
-        self._usage: dict[str, int] = {}
+        self._finish_reason = ""
 
     def feed(self, data: bytes) -> None:
-        """Look at one event, or one body. What is no JSON is passed over."""
-        if b'"timings"' not in data and b'"usage"' not in data:
+        """Look at events, or at a body. What is no JSON is passed over."""
+        if not _TELLING.search(data):
             return
         for document in _documents(data):
             self._look_at(document)
 
     def _look_at(self, document: Mapping[str, Any]) -> None:
-        timings = document.get("timings")
+        self._finish_reason = _finish_reason(document) or self._finish_reason
+        timings, usage = document.get("timings"), document.get("usage")
         if isinstance(timings, dict):
-            if not _is_unfinished(document):
-                self.totals = read_timings(timings)
-            return
-        is_start = document.get("type") == "message_start"
-        usage = (document.get("message") or {} if is_start else document).get("usage")
-        if not isinstance(usage, dict) or self.totals is not None:
-            return
-        self._usage |= {
-            name: count for name, count in usage.items() if isinstance(count, int)
-        }
-        if not is_start:
-            self.totals = self._read_usage(usage)
+            # with `timings_per_token` they come with every chunk
+            if self._finish_reason:
+                self.totals = read_timings(timings, finish_reason=self._finish_reason)
+        elif isinstance(usage, dict) and document.get("object") == "response":
+            self.totals = _read_usage(usage, finish_reason=self._finish_reason)
 
-    def _read_usage(self, usage: Mapping[str, Any]) -> EngineTotals | None:
-        """Make totals of a usage in Anthropic's words, or of OpenAI's Responses."""
-        known = self._usage
-        if "input_tokens" not in known or "output_tokens" not in known:
+
+def _finish_reason(document: Mapping[str, Any]) -> str:
+    """Return why an answer has ended, in the route's word; empty if it goes on."""
+    match document:
+        case {"choices": [{"finish_reason": str(reason)}, *_]}:
+            return reason
+        case {"object": "response", "status": str(reason)}:
+            return reason
+        case {
+            "type": "response.completed" | "response.incomplete",
+            "response": {"status": str(reason)},
+        }:
+            return reason
+        case _:
+            return ""
+
+
+def _read_usage(usage: Mapping[str, Any], *, finish_reason: str) -> EngineTotals | None:
+    """Make totals of the usage of a response that was not streamed."""
+    match usage:
+        case {
+            "input_tokens": int(prompt),
+            "output_tokens": int(decoded),
+            "input_tokens_details": {"cached_tokens": int(cached)},
+        }:
+            return EngineTotals(
+                cached_tokens=cached,
+                prefilled_tokens=prompt - cached,
+                decoded_tokens=decoded,
+                finish_reason=finish_reason,
+            )
+        case _:
             return None
-        details = usage.get("input_tokens_details")
-        if isinstance(details, dict):
-            cached = int(details.get("cached_tokens", 0))
-            prefilled = known["input_tokens"] - cached
-        else:
-            cached = known.get("cache_read_input_tokens", 0)
-            prefilled = known["input_tokens"]
-        return EngineTotals(
-            cached_tokens=cached,
-            prefilled_tokens=prefilled,
-            decoded_tokens=known["output_tokens"],
-        )
-
-
-def _is_unfinished(document: Mapping[str, Any]) -> bool:
-    """Tell whether a chunk is one of the middle: timings may come with each."""
-    choices = document.get("choices") or []
-    return bool(choices) and all(
-        choice.get("finish_reason") is None
-        for choice in choices
-        if isinstance(choice, dict)
-    )
 
 
 def _documents(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of an event's data lines, or the one that a body is."""
+    """Yield the JSON objects of events' data lines, or the one that a body is."""
     lines = [data] if data.lstrip()[:1] == b"{" else data.splitlines()
     for line in lines:
         text = line.removeprefix(b"data:").strip()

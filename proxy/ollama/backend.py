@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.props import RunnerProps
+from proxy.llamacpp.totals import EngineTotals
 from proxy.prefix.hashing import TokenIds
 
 COMPLETION_PATH = "/completion"
@@ -165,8 +166,18 @@ class Forwarded(Protocol):
         """The `Content-Type` as sent."""
         ...
 
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        ...
+
+    @property
+    def totals(self) -> EngineTotals | None:
+        """The engine's counts; None before the end of the body."""
+        ...
+
     def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body: whole server-sent events of a stream, else any pieces."""
+        """Yield the body: of a stream whole server-sent events, else any pieces."""
         ...
 
 

@@ -21,7 +21,6 @@ class ErrorShape(Enum):
 
     OLLAMA = "ollama"
     OPENAI = "openai"
-    ANTHROPIC = "anthropic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ _MODEL_FILES = (
 )
 _EMBEDDINGS = "embeddings are not served: ask an Ollama or a llama-server directly"
 _CLOUD = "kvbus has no account and reaches no cloud"
-_USE_CHAT = "this route is not served: use /api/chat or /api/generate"
 
 REFUSALS = (
     Refusal("POST", "/api/pull", _MODEL_FILES),
@@ -58,19 +56,13 @@ REFUSALS = (
     Refusal("POST", "/api/experimental/web_search", _CLOUD),
     Refusal("POST", "/api/experimental/web_fetch", _CLOUD),
     Refusal("GET", "/api/experimental/model-recommendations", _CLOUD),
-    Refusal("POST", "/v1/chat/completions", _USE_CHAT, ErrorShape.OPENAI),
-    Refusal("POST", "/v1/completions", _USE_CHAT, ErrorShape.OPENAI),
     Refusal("POST", "/v1/embeddings", _EMBEDDINGS, ErrorShape.OPENAI),
-    Refusal("GET", "/v1/models", "use /api/tags", ErrorShape.OPENAI),
-    Refusal("GET", "/v1/models/{model}", "use /api/show", ErrorShape.OPENAI),
-    Refusal("POST", "/v1/responses", _USE_CHAT, ErrorShape.OPENAI),
     Refusal(
         "POST",
         "/v1/audio/transcriptions",
         "audio is not served",
         ErrorShape.OPENAI,
     ),
-    Refusal("POST", "/v1/messages", _USE_CHAT, ErrorShape.ANTHROPIC),
 )
 
 
@@ -103,9 +95,4 @@ def error_body(refusal: Refusal) -> dict[str, Any]:
                     "param": None,
                     "code": None,
                 }
-            }
-        case ErrorShape.ANTHROPIC:
-            return {
-                "type": "error",
-                "error": {"type": "api_error", "message": refusal.advice},
             }

@@ -207,6 +207,16 @@ class RelayedAnswer:
         """The `Content-Type` as sent."""
         return self._answer.content_type
 
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        return self._answer.is_event_stream
+
+    @property
+    def totals(self) -> EngineTotals | None:
+        """The engine's counts; None before the end of the body."""
+        return self._turn.totals
+
     async def chunks(self) -> AsyncGenerator[bytes]:
         """Yield whole server-sent events, or pieces of a body. Raises RunnerGone.
 

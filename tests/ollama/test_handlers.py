@@ -444,9 +444,7 @@ async def test_liveness_and_version(front: Front) -> None:
         ("DELETE", "/api/delete", "ollama"),
         ("POST", "/api/blobs/sha256:00", "ollama"),
         ("POST", "/api/embed", "ollama"),
-        ("POST", "/v1/chat/completions", "openai"),
-        ("GET", "/v1/models/a%2Fb", "openai"),
-        ("POST", "/v1/messages", "anthropic"),
+        ("POST", "/v1/audio/transcriptions", "openai"),
     ],
 )
 async def test_known_routes_that_are_not_served(
@@ -461,11 +459,8 @@ async def test_known_routes_that_are_not_served(
         reply = await response.json()
     if shape == "ollama":
         assert isinstance(reply["error"], str)
-    elif shape == "openai":
-        assert set(reply["error"]) == {"message", "type", "param", "code"}
     else:
-        assert reply["type"] == "error"
-        assert set(reply["error"]) == {"type", "message"}
+        assert set(reply["error"]) == {"message", "type", "param", "code"}
 
 
 async def test_too_many_waiting(front: Front) -> None:

@@ -1,0 +1,1 @@
+"""The routes below `/v1`: OpenAI's and Anthropic's APIs over the runners' own."""

@@ -1,0 +1,95 @@
+"""What a client of `/v1` has sent: its body, checked as far as that is ours to do.
+
+Rules:
+1. A body is one JSON object, plain or in zstd; what is wrong with it is a
+   `RequestError` before any runner hears of it.
+2. Fields that would let a request leave its slot, or make KV inexact, are taken out.
+   All other fields go to the runner as they came: it knows more of them than we do.
+"""
+
+import asyncio
+import io
+from typing import Any
+
+import zstandard
+from aiohttp import web
+
+from proxy.errors import RequestError
+from proxy.ollama import sharing
+from proxy.ollama.gojson import decode, kind_of
+
+MAX_UNPACKED_BYTES = 20 << 20
+"""Ollama's own bound on a body in zstd, after decompression."""
+
+READ_IN_THREAD_BYTES = 1 << 20
+"""Larger bodies are read beside the event loop: streams of others go on."""
+
+TAKEN_OUT = ("id_slot", "n", "n_cmpl", "n_cache_reuse", sharing.FIELD)
+"""A slot of the client's choice; more than one reply, which the engine decodes in
+slots of other requests; chunks of KV that are moved to other positions; and what is
+said to kvbus alone."""
+
+_MEDIA_TYPES = frozenset(
+    {"image", "image_url", "input_image", "input_audio", "audio_url", "input_file"}
+    | {"video_url", "input_video", "document", "media_marker"}
+)
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """Return the JSON object that a request carries. Raises RequestError."""
+    body = await request.read()
+    coding = request.headers.get("Content-Encoding", "identity").strip().lower()
+    if coding not in ("identity", "", "zstd"):
+        raise RequestError(400, f"bodies in {coding!r} are not read: use zstd, or none")
+    is_packed = coding == "zstd"
+    if is_packed or len(body) > READ_IN_THREAD_BYTES:
+        return await asyncio.to_thread(_read, body, is_packed=is_packed)
+    return _read(body, is_packed=False)
+
+
+def _read(body: bytes, *, is_packed: bool) -> dict[str, Any]:
+    value = decode(unpack(body) if is_packed else body)
+    if not isinstance(value, dict):
+        raise RequestError(400, f"the body must be a JSON object, not {kind_of(value)}")
+    return value
+
+
+def unpack(body: bytes) -> bytes:
+    """Return the content of a body in zstd. Raises RequestError."""
+    reader = zstandard.ZstdDecompressor(max_window_size=MAX_UNPACKED_BYTES)
+    try:
+        with reader.stream_reader(io.BytesIO(body), read_across_frames=True) as stream:
+            content = stream.read(MAX_UNPACKED_BYTES + 1)
+    except zstandard.ZstdError as exc:
+        raise RequestError(400, "the body is not valid zstd") from exc
+    if len(content) > MAX_UNPACKED_BYTES:
+        raise RequestError(413, "request body too large")
+    return content
+
+
+def take_model(body: dict[str, Any]) -> str:
+    """Return the model that a body names. Raises RequestError."""
+    name = body.get("model")
+    if name is None or name == "":
+        raise RequestError(400, "model is required")
+    if not isinstance(name, str):
+        raise RequestError(400, f"model must be a string, not {kind_of(name)}")
+    return name
+
+
+def without_taken_out(body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body less the fields of `TAKEN_OUT`."""
+    return {name: value for name, value in body.items() if name not in TAKEN_OUT}
+
+
+def has_media(messages: object) -> bool:
+    """Tell whether messages, or items, hold anything but text: at any depth."""
+    match messages:
+        case list():
+            return any(map(has_media, messages))
+        case {"type": str(kind)} if kind in _MEDIA_TYPES:
+            return True
+        case {"content": list(parts)} | {"output": list(parts)}:
+            return has_media(parts)
+        case _:
+            return False
