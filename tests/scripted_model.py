@@ -104,6 +104,8 @@ class Script:
     """Where the request forbids thinking, whatever the last message is."""
     knows_tools: bool = True
     thinks: bool = True
+    is_endless: bool = False
+    """Whether `to_user` begins anew at its end, until something stops it."""
 
 
 def chat_template(script: Script) -> str:
@@ -147,6 +149,8 @@ def write_scripted_model(path: Path, script: Script) -> Path:
     ):
         pieces = _cut(text, taken=taken)
         following |= dict(zip([start, *pieces], [*pieces, _STOP], strict=True))
+        if script.is_endless and start == _TO_USER:
+            following[pieces[-1]] = pieces[0]
     added = list(dict.fromkeys([*marks, *taken]))
     tokens += added
     types += [int(kinds.USER_DEFINED)] * len(added)

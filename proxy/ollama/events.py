@@ -95,9 +95,9 @@ class EventReader:
         if event.get("stop"):
             is_cut_off = event.get("stop_type") == "limit"
             self.totals = _read_totals(event, is_cut_off=is_cut_off)
-        if entries:
-            return Piece(text, "", self._logprobs(entries))
-        return Piece(text) if text else NOTHING
+        if not text:
+            return NOTHING  # the end of the text, whose logprob Ollama drops
+        return Piece(text, "", self._logprobs(entries)) if entries else Piece(text)
 
     def _read_chat(self, event: Mapping[str, Any]) -> Piece:
         """Read a chunk of `/v1/chat/completions`."""

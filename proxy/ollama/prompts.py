@@ -93,7 +93,7 @@ async def prepare(
 
 def _needs_parsing(wanted: GenerateRequest | ChatRequest, model: ServedModel) -> bool:
     """Tell whether the engine has to find calls or thinking in the reply."""
-    if isinstance(wanted, ChatRequest) and wanted.calls_tools:
+    if isinstance(wanted, ChatRequest) and wanted.is_about_tools:
         return True
     return is_able(model, Ability.THINKING)
 

@@ -103,6 +103,13 @@ class ChatRequest(InferenceRequest):
             message.tool_calls for message in self.conversation
         )
 
+    @property
+    def is_about_tools(self) -> bool:
+        """Whether tools are offered, called, or have given a result."""
+        return self.calls_tools or any(
+            message.role == "tool" for message in self.conversation
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShowRequest:
