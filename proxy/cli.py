@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from proxy import __version__, config
+from proxy import __version__, config, environment
 from proxy.errors import ConfigError
 
 
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     from proxy import app
 
+    _warn_of_variables()
     return app.serve(config.load(arguments, os.environ))
 
 
@@ -83,10 +84,17 @@ def _store(arguments: argparse.Namespace) -> int:
 
     from proxy.store import server
 
+    _warn_of_variables()
     options = config.load(arguments, os.environ).store_options()
     if options is None:
         raise ConfigError("--store none: there is no store to run")
     return server.run(replace(options, linger_seconds=None))
+
+
+def _warn_of_variables() -> None:
+    warning = environment.unknown_variables(os.environ)
+    if warning:
+        print(f"kvbus: {warning}", file=sys.stderr)
 
 
 def _model(arguments: argparse.Namespace) -> int:

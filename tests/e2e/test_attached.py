@@ -92,11 +92,15 @@ def test_a_restarted_server_is_used_again(
         ),
         what="a clear error",
     )
+    kvbus.wait(lambda: bool(kvbus.status()["upstreams"][0]["away"]), what="its end")
+    assert kvbus.status()["upstreams"][0]["url"] == url
     with llama_server(models["tiny"], port=int(url.rpartition(":")[2])):
         kvbus.wait(
             lambda: any(r["ready"] for r in kvbus.status()["models"][0]["runners"]),
             what="the server's return",
         )
+        told = {"url": url, "away": False, "reason": None}
+        assert kvbus.status()["upstreams"] == [told]
         kvbus.generate("given", TEXT + "Two?")
         turn = kvbus.turns()[-1]
         assert int(turn["reused_tokens"]) == int(turn["restored_tokens"]) > 1700
