@@ -123,7 +123,8 @@ class ScriptedModel:
     failure: Exception | None = None
     """Raised instead of rendering."""
     rendered: list[list[Mapping[str, Any]]] = field(default_factory=list)
-
+    extras: list[Mapping[str, Any]] = field(default_factory=list)
+    """What went to the template beside the messages, each time."""
     remaining_seconds: float = math.inf
     loaded_bytes: int = 160_432_128
     vram_bytes: int = 0
@@ -150,6 +151,7 @@ class ScriptedModel:
         if self.failure is not None:
             raise self.failure
         self.rendered.append(list(messages))
+        self.extras.append(extra)
         turns = [
             f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
             for message in messages

@@ -1,12 +1,159 @@
 """Requests to prompts: the route, the ids, the body, and the bounds."""
 
+import doctest
+import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from proxy.errors import RequestError
+from proxy.llamacpp.props import RunnerProps
 from proxy.ollama import prompts
+from proxy.ollama.backend import CHAT_PATH, COMPLETION_PATH
 from proxy.ollama.options import SamplingOptions
+from proxy.ollama.prompts import Prompt, prepare
+from proxy.ollama.protocol import parse_chat, parse_generate
+from tests.fakes.scripted_turns import FACTS, ScriptedModel
+
+TOOL = {"type": "function", "function": {"name": "now"}}
+QUESTION = {"role": "user", "content": "Hi"}
+CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "now"}}]}
+RESULT = {"role": "tool", "content": "12:00", "tool_name": "now"}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def model_that(*abilities: str, architecture: str = "llama") -> ScriptedModel:
+    """Make a model with these abilities."""
+    template = "<think></think>" if "thinks" in abilities else ""
+    props = RunnerProps(template, "calls" in abilities, frozenset())
+    return ScriptedModel(facts=replace(FACTS, architecture=architecture), props=props)
+
+
+async def prepared(model: ScriptedModel, **fields: Any) -> Prompt:  # noqa: ANN401
+    """Prepare a request: a chat, unless there is a prompt."""
+    parse = parse_generate if "prompt" in fields else parse_chat
+    wanted = parse(json.dumps({"model": "m", **fields}).encode())
+    return await prepare(wanted, model, options=SamplingOptions())
+
+
+@pytest.mark.parametrize(
+    ("abilities", "fields", "path"),
+    [
+        ("", {"messages": [QUESTION]}, COMPLETION_PATH),
+        ("", {"prompt": "Hi"}, COMPLETION_PATH),
+        ("calls", {"messages": [QUESTION]}, COMPLETION_PATH),
+        ("calls", {"prompt": "Hi"}, COMPLETION_PATH),
+        ("calls", {"messages": [QUESTION], "tools": [TOOL]}, CHAT_PATH),
+        ("calls", {"messages": [QUESTION, CALLED]}, CHAT_PATH),
+        ("calls", {"messages": [QUESTION, RESULT]}, CHAT_PATH),
+        ("thinks", {"messages": [QUESTION]}, CHAT_PATH),
+        ("thinks", {"messages": [QUESTION], "think": False}, CHAT_PATH),
+        ("thinks", {"prompt": "Hi"}, CHAT_PATH),
+        ("thinks", {"prompt": "Hi", "raw": True}, COMPLETION_PATH),
+    ],
+)
+async def test_the_engine_parses_where_it_has_to(
+    abilities: str, fields: dict[str, Any], path: str
+) -> None:
+    """Tools, calls, results, and models that think; raw prompts never."""
+    prompt = await prepared(model_that(abilities), **fields)
+    assert prompt.path == path
+    assert "".join(map(chr, prompt.token_ids)) == prompt.text
+    assert ("messages" in prompt.body) == (path == CHAT_PATH)
+    assert prompt.body["n_predict"] == 4096 - len(prompt.token_ids)
+    assert not {"prompt", "id_slot", "cache_prompt", "stream"} & set(prompt.body)
+
+
+async def test_the_rendering_is_asked_for_with_the_same_fields() -> None:
+    """What the chat route gets is what the token ids were made of."""
+    model = model_that("calls", "thinks")
+    fields = {"tools": [TOOL], "think": "low", "format": SCHEMA}
+    prompt = await prepared(model, messages=[QUESTION, CALLED, RESULT], **fields)
+    (extra,) = model.extras
+    assert model.rendered == [prompt.body["messages"]]
+    assert {**prompt.body, **extra} == prompt.body
+    assert extra == {
+        "tools": prompt.body["tools"],
+        "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "schema", "schema": SCHEMA},
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("abilities", "think", "variables"),
+    [
+        ("thinks", None, {"enable_thinking": True}),
+        ("thinks", True, {"enable_thinking": True}),
+        ("thinks", False, {"enable_thinking": False}),
+        ("thinks", "max", {"enable_thinking": True, "reasoning_effort": "max"}),
+        ("", False, {"enable_thinking": False}),
+        ("", None, None),
+    ],
+)
+async def test_thinking_is_a_variable_of_the_template(
+    abilities: str, think: bool | str | None, variables: dict[str, Any] | None
+) -> None:
+    """Models that think do so by default; for others nothing is said by itself."""
+    model = model_that(abilities)
+    await prepared(model, messages=[QUESTION], think=think)
+    assert model.extras[0].get("chat_template_kwargs") == variables
+
+
+async def test_one_architecture_has_no_highest_level() -> None:
+    """Its `max` is `high`."""
+    model = model_that("thinks", architecture="gpt-oss")
+    await prepared(model, messages=[QUESTION], think="max")
+    assert model.extras[0]["chat_template_kwargs"]["reasoning_effort"] == "high"
+
+
+async def test_thinking_in_the_text_of_earlier_replies_is_cut() -> None:
+    """Of one architecture, as Ollama does; later replies and others are left alone."""
+    said = {"role": "assistant", "content": "<think>Hm.</think>\n\nYes."}
+    messages = [QUESTION, said, QUESTION, said]
+    model = model_that("thinks", architecture="qwen3")
+    await prepared(model, messages=messages)
+    texts = [message["content"] for message in model.rendered[0]]
+    assert texts == ["Hi", "Yes.", "Hi", said["content"]]
+    model = model_that("thinks")
+    await prepared(model, messages=messages)
+    assert model.rendered == [messages]
+
+
+async def test_formats_and_logprobs_of_both_routes() -> None:
+    """Each route has its own words for them."""
+    asked = {"format": "json", "logprobs": True, "top_logprobs": 3}
+    plain = await prepared(model_that(), messages=[QUESTION], **asked)
+    assert plain.body["json_schema"] == {"type": "object"}
+    assert plain.body["n_probs"] == 3
+    assert "response_format" not in plain.body
+    chat = await prepared(model_that("thinks"), messages=[QUESTION], **asked)
+    assert chat.body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert (chat.body["logprobs"], chat.body["top_logprobs"]) == (True, 3)
+    assert "json_schema" not in chat.body
+    for model, name in ((model_that(), "n_probs"), (model_that("thinks"), "logprobs")):
+        without = await prepared(model, messages=[QUESTION], top_logprobs=3)
+        assert name not in without.body
+        only = await prepared(model, messages=[QUESTION], logprobs=True)
+        assert only.body[name] == 1
+
+
+async def test_a_prompt_that_is_only_shown_may_be_too_long() -> None:
+    """Nothing is measured where nothing is evaluated."""
+    long = {"role": "user", "content": "x" * 10_000}
+    shown = await prepared(model_that(), messages=[long], _debug_render_only=True)
+    assert long["content"] in shown.text
+    for model in (model_that(), model_that("thinks")):
+        with pytest.raises(RequestError, match="longer than the context length"):
+            await prepared(model, messages=[long])
+
+
+def test_worked_example() -> None:
+    """The examples in the docstrings hold."""
+    assert doctest.testmod(prompts).failed == 0
 
 
 def sampling_body(limit: int = 100, **options: Any) -> dict[str, Any]:  # noqa: ANN401
