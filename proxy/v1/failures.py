@@ -34,7 +34,6 @@ class Dialect(Enum):
     """Whose words a route speaks."""
 
     OPENAI = "openai"
-    RESPONSES = "openai responses"
     ANTHROPIC = "anthropic"
 
 
@@ -62,22 +61,14 @@ def error_response(dialect: Dialect, failure: Failure) -> web.Response:
     )
 
 
-def error_event(
-    dialect: Dialect, *, status: int, message: str, sequence_number: int = 0
-) -> bytes:
-    """Make the event that ends a stream which cannot go on."""
-    value = error_object(dialect, status=status, message=message)
-    if dialect is Dialect.OPENAI:
-        return b"data: " + to_json(value) + b"\n\n"
-    if dialect is Dialect.RESPONSES:
-        value = {
-            "type": "error",
-            "code": "server_error",
-            "message": readable(message),
-            "param": None,
-            "sequence_number": sequence_number,
-        }
-    return b"event: error\ndata: " + to_json(value) + b"\n\n"
+def responses_error(message: str) -> dict[str, Any]:
+    """Make the event of the Responses API that says why a stream ends, unnumbered."""
+    return {
+        "type": "error",
+        "code": "server_error",
+        "message": readable(message),
+        "param": None,
+    }
 
 
 def readable(message: str) -> str:

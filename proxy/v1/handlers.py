@@ -27,6 +27,7 @@ from proxy.ollama.backend import (
 from proxy.ollama.failures import json_response, to_failure
 from proxy.ollama.handlers import ReusePolicy, share_all
 from proxy.ollama.protocol import model_not_found
+from proxy.prefix.hashing import TokenIds
 from proxy.v1 import anthropic, listing
 from proxy.v1.bodies import read_object, take_model, without_taken_out
 from proxy.v1.exchange import Exchange
@@ -41,9 +42,25 @@ from proxy.v1.questions import (
     find_prompt,
     tokenize,
 )
+from proxy.v1.responses_answer import ResponsesAnswer
 from proxy.v1.translators import Translator, Unchanged
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+MakeTranslator = Callable[[ServedModel, TokenIds], Translator]
+
+
+def _pass_on(model: ServedModel, token_ids: TokenIds) -> Translator:
+    return Unchanged()
+
+
+def _to_responses(model: ServedModel, token_ids: TokenIds) -> Translator:
+    return ResponsesAnswer(model=model.name)
+
+
+def _to_messages(model: ServedModel, token_ids: TokenIds) -> Translator:
+    return MessagesAnswer(num_prompt_tokens=len(token_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +69,16 @@ class _Route:
 
     path: str
     ask: Ask
+    translator: MakeTranslator = _pass_on
+    """What turns the runner's answer into this route's words."""
     dialect: Dialect = Dialect.OPENAI
-
-    def translator(self, *, num_prompt_tokens: int) -> Translator:
-        """Make what turns the runner's answer into this route's words."""
-        if self.dialect is Dialect.ANTHROPIC:
-            return MessagesAnswer(num_prompt_tokens=num_prompt_tokens)
-        return Unchanged()
 
 
 _ROUTES = (
     _Route("/v1/chat/completions", ask_chat),
     _Route("/v1/completions", ask_completion),
-    _Route("/v1/responses", ask_responses, Dialect.RESPONSES),
-    _Route("/v1/messages", ask_messages, Dialect.ANTHROPIC),
+    _Route("/v1/responses", ask_responses, _to_responses),
+    _Route("/v1/messages", ask_messages, _to_messages, Dialect.ANTHROPIC),
 )
 
 
@@ -166,7 +179,7 @@ class V1Api:
                 reuse=question.allowed(reuse),
             )
             async with self._turns.turn(turn_request) as turn:
-                translator = route.translator(num_prompt_tokens=len(token_ids))
+                translator = route.translator(model, token_ids)
                 headers = self._reuse_headers(turn)
                 return await exchange.relay(request, turn, translator, headers)
 

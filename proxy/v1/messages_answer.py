@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from proxy.v1.failures import Dialect, error_event
+from proxy.v1.failures import Dialect, error_object
 from proxy.v1.translators import event, read_events
 
 _STOP_REASONS = {
@@ -59,7 +59,8 @@ class MessagesAnswer:
 
     def failure(self, message: str) -> bytes:
         """Make an `error` event."""
-        return error_event(Dialect.ANTHROPIC, status=500, message=message)
+        value = error_object(Dialect.ANTHROPIC, status=500, message=message)
+        return event("error", value)
 
     def _turn(self, chunk: Mapping[str, Any]) -> Iterator[bytes]:
         if "error" in chunk:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from proxy.v1.failures import Dialect, error_event
+from proxy.v1.failures import Dialect, error_object
 
 
 class Translator(Protocol):
@@ -44,7 +44,8 @@ class Unchanged:
 
     def failure(self, message: str) -> bytes:
         """Make an event with an error object."""
-        return error_event(Dialect.OPENAI, status=500, message=message)
+        value = error_object(Dialect.OPENAI, status=500, message=message)
+        return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
 def read_events(events: bytes) -> Iterator[dict[str, Any]]:
