@@ -13,7 +13,7 @@ from typing import Any
 from proxy.blocks import BlockKey, BlockLayout, Fingerprint
 from proxy.errors import StoreError, StoreTimeout
 from proxy.metrics import Metrics
-from proxy.store.base import BlockRef, BlockStore, PutOutcome
+from proxy.store.base import PLAIN, BlockRef, BlockStore, PutOptions, PutOutcome
 
 
 class MeteredStore:
@@ -68,6 +68,7 @@ class MeteredStore:
         *,
         fingerprint: Fingerprint,
         deadline_seconds: float,
+        options: PutOptions = PLAIN,
     ) -> PutOutcome:
         """See `BlockStore.put_from`."""
         started = monotonic()
@@ -78,6 +79,7 @@ class MeteredStore:
                 blocks,
                 fingerprint=fingerprint,
                 deadline_seconds=deadline_seconds,
+                options=options,
             )
         self._metrics.phase.labels("put").observe(monotonic() - started)
         return outcome

@@ -21,6 +21,7 @@ from aiohttp import web
 
 from proxy.errors import RequestError
 from proxy.ollama.backend import ReuseOptions
+from proxy.store.base import MAX_REPLICAS
 
 FIELD = "mooncake"
 OPTIONS_HEADER = "X-KVBus-Options"
@@ -40,7 +41,6 @@ MAX_NAMESPACE_BYTES = 256
 """In UTF-8."""
 MIN_BLOCK_TOKENS = 16
 MAX_BLOCK_TOKENS = 1024
-MAX_REPLICAS = 8
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off", "")

@@ -35,7 +35,7 @@ from proxy.reuse.arbiter import Line
 from proxy.reuse.plan import RequestedReuse
 from proxy.reuse.slots import Slot, SlotPool
 from proxy.reuse.trace import CommitReport
-from proxy.store.base import BlockRef, BlockStore, PutOutcome
+from proxy.store.base import BlockRef, BlockStore, PutOptions, PutOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -266,6 +266,7 @@ class Committer:
                 blocks,
                 fingerprint=commit.fingerprint,
                 deadline_seconds=2.0 + num_bytes / SLOWEST_PUT_BYTES_PER_SECOND,
+                options=commit.options,
             )
 
         try:
@@ -300,6 +301,9 @@ class _Commit:
         self.slot = slot
         self.sharing = sharing
         self.fingerprint = sharing.fingerprint(reuse.namespace)
+        self.options = PutOptions(
+            replica_num=reuse.replica_num, soft_pin=reuse.soft_pin
+        )
         self.report = CommitReport()
         self.expected = slot.token_ids
         self.done = asyncio.Event()

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from proxy.blocks import BlockKey, Fingerprint
-from proxy.store.base import BlockRef, PutOutcome
+from proxy.store.base import PLAIN, BlockRef, PutOptions, PutOutcome
 from proxy.store.envelope import HEADER_BYTES, BlockIdentity, Bytes, read_checksum
 from proxy.store.placement import current_cpu, keep_off
 from proxy.store.slotview import SlotView
@@ -36,6 +36,8 @@ class Transfer:
     fingerprint: Fingerprint
     give_up_at: float
     """On the monotonic clock."""
+    options: PutOptions = PLAIN
+    """Of a put."""
     is_wanted: Callable[[], bool] = field(default=lambda: True)
     """False once the client is gone."""
 

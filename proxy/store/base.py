@@ -27,6 +27,29 @@ class BlockRef:
     index: int
 
 
+MAX_REPLICAS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutOptions:
+    """How new blocks are kept, where the store is able to; the rest is passed over.
+
+    What is stored already stays as it is.
+    """
+
+    replica_num: int = 1
+    """Copies, each in the memory of another member of a pool; from 1 to 8."""
+    soft_pin: bool = False
+    """Whether they are evicted only when all others are."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.replica_num <= MAX_REPLICAS:
+            raise ValueError(f"a block has 1 to {MAX_REPLICAS} copies")
+
+
+PLAIN = PutOptions()
+
+
 @dataclass(frozen=True, slots=True)
 class PutOutcome:
     """What became of the blocks of one put."""
@@ -83,6 +106,7 @@ class BlockStore(Protocol):
         *,
         fingerprint: Fingerprint,
         deadline_seconds: float,
+        options: PutOptions = PLAIN,
     ) -> PutOutcome:
         """Store `blocks`, read from their places in the slot file `fd`.
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from proxy.blocks import BlockKey, BlockLayout, Fingerprint
 from proxy.errors import StoreError, StoreTimeout
-from proxy.store.base import BlockRef, PutOutcome
+from proxy.store.base import PLAIN, BlockRef, PutOptions, PutOutcome
 from proxy.store.client_facts import ClientCounters, ClientTiming, StoreHello
 from proxy.store.connection import StoreConnection
 from proxy.store.wire import (
@@ -33,6 +33,7 @@ from proxy.store.wire import (
     keys_to_wire,
     parse_bools,
     parse_put_outcome,
+    put_options_to_wire,
     transfer_to_wire,
 )
 
@@ -153,6 +154,7 @@ class StoreClient:
         *,
         fingerprint: Fingerprint,
         deadline_seconds: float,
+        options: PutOptions = PLAIN,
     ) -> PutOutcome:
         """See `BlockStore.put_from`."""
         if not blocks:
@@ -161,7 +163,9 @@ class StoreClient:
             layout, blocks, fingerprint=fingerprint, deadline_seconds=deadline_seconds
         )
         answer = await self._call(
-            {"op": "put", **message}, fd=fd, deadline_seconds=deadline_seconds
+            {"op": "put", **message, **put_options_to_wire(options)},
+            fd=fd,
+            deadline_seconds=deadline_seconds,
         )
         return parse_put_outcome(answer)
 

@@ -12,13 +12,14 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from proxy.errors import ConfigError, StoreError
+from proxy.store.base import PLAIN, PutOptions
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +62,9 @@ class Replica:
 class MooncakeHandle:
     """A client of one master. Safe for several threads."""
 
-    def __init__(self, store: Any, config: Any) -> None:  # noqa: ANN401 - untyped wheel
+    def __init__(self, store: Any, make_config: Callable[[PutOptions], Any]) -> None:  # noqa: ANN401 - untyped wheel
         self._store = store
-        self._put_config = config
+        self._make_config = make_config
         self._lock = threading.Lock()
         # mutable state
         self._inside = 0
@@ -84,9 +85,17 @@ class MooncakeHandle:
         code = store.setup(local_host, "P2PHANDSHAKE", 0, 1 << 20, "tcp", "", master)
         if code != 0:
             raise MasterAway(f"no Mooncake master at {master} (code {code})")
-        config = module.ReplicateConfig()
-        config.preferred_segment = store.get_hostname()
-        return cls(store, config)
+        host = store.get_hostname()
+
+        def make_config(options: PutOptions) -> Any:  # noqa: ANN401 - untyped wheel
+            config = module.ReplicateConfig()
+            config.preferred_segment = host
+            config.replica_num = options.replica_num
+            if options.soft_pin:
+                config.soft_pin_action = module.SoftPinAction.ENABLE
+            return config
+
+        return cls(store, make_config)
 
     def close(self) -> bool:
         """Leave the pool (up to 2.1 s); False when calls inside forbid it."""
@@ -142,15 +151,17 @@ class MooncakeHandle:
         names: Sequence[str],
         pointers: Sequence[Sequence[int]],
         sizes: Sequence[Sequence[int]],
+        options: PutOptions = PLAIN,
     ) -> list[int]:
         """Store objects from pieces of memory; return the library's codes.
 
-        Raises MasterAway.
+        Of more copies than the pool has members there are as many as members. Raises
+        MasterAway.
         """
         _check_batch(pointers)
         with self._use() as store:
             codes = store.batch_put_from_multi_buffers(
-                list(names), list(pointers), list(sizes), self._put_config
+                list(names), list(pointers), list(sizes), self._make_config(options)
             )
         _check_away(codes)
         return [int(code) for code in codes]

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 
 from proxy.blocks import BlockKey
 from proxy.store.backend import CopyThreads, Transfer
-from proxy.store.base import BlockRef, PutOutcome
+from proxy.store.base import PLAIN, BlockRef, PutOptions, PutOutcome
 from proxy.store.envelope import HEADER_BYTES, Bytes
 from proxy.store.mooncake import (
     MAX_BLOCKS,
@@ -85,7 +86,9 @@ class MooncakeWriter:
                 if transfer.is_given_up or time.monotonic() < self._puts_paused_until:
                     break
                 self.ensure_segments(len(objects) * transfer.object_bytes, touch=False)
-                count = self._put_retrying(objects, self._put_once)
+                count = self._put_retrying(
+                    objects, partial(self._put_once, options=transfer.options)
+                )
                 self.used_bytes += count * transfer.object_bytes
                 stored += count
         self.failed_puts += len(missing) - stored
@@ -131,12 +134,15 @@ class MooncakeWriter:
         finally:
             wait(ahead)  # given up in between: the slot file may be unmapped next
 
-    def _put_once(self, objects: Mapping[BlockKey, Bytes]) -> list[int]:
+    def _put_once(
+        self, objects: Mapping[BlockKey, Bytes], options: PutOptions = PLAIN
+    ) -> list[int]:
         """Have the library store some objects; returns its codes."""
         return self._get_handle().put(
             [name_of(key) for key in objects],
             [[memory.ctypes.data] for memory in objects.values()],
             [[len(memory)] for memory in objects.values()],
+            options,
         )
 
     def _put_retrying(

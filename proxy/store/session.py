@@ -23,6 +23,7 @@ from typing import Any
 
 from proxy.errors import StoreError
 from proxy.store.backend import Backend, Transfer
+from proxy.store.base import PLAIN
 from proxy.store.slotfiles import SlotFiles
 from proxy.store.wire import (
     WIRE_VERSION,
@@ -30,6 +31,7 @@ from proxy.store.wire import (
     WireError,
     pack_frame,
     parse_keys,
+    parse_put_options,
     parse_transfer,
 )
 
@@ -194,6 +196,7 @@ class ClientSession:
         fd = self._fds.popleft()
         try:
             request = parse_transfer(message)
+            options = parse_put_options(message) if op == "put" else PLAIN
         except WireError:
             os.close(fd)
             raise
@@ -212,6 +215,7 @@ class ClientSession:
                 blocks=request.blocks,
                 fingerprint=request.fingerprint,
                 give_up_at=arrived + request.deadline_seconds,
+                options=options,
                 is_wanted=lambda: self._is_open,
             )
             if op == "get":

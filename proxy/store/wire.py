@@ -8,7 +8,8 @@ request carries `id` and `op`; its answer carries the same `id`, and either `err
     ping                                          -> {} at once, whatever goes on
     contains{keys}                                -> {found: [bool]}
     get/put {fingerprint, layout, keys, indexes,  -> {filled: [bool]} / the counts of
-             deadline_seconds} + 1 descriptor        a PutOutcome
+             deadline_seconds} + 1 descriptor;       a PutOutcome
+             put: {replica_num, soft_pin} as well
     remove  {keys}                                -> {removed}
     status                                        -> {status: {...}}
     bye                                           -> {clients: how many others}
@@ -34,9 +35,9 @@ from proxy.blocks import (
     RowRun,
 )
 from proxy.errors import StoreError
-from proxy.store.base import BlockRef, PutOutcome
+from proxy.store.base import BlockRef, PutOptions, PutOutcome
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_FRAME_BYTES = 8 << 20
 """About 100,000 keys; a longer frame is garbage."""
 MAX_RUNS = 16384
@@ -166,6 +167,22 @@ def parse_transfer(message: Mapping[str, Any]) -> TransferRequest:
         fingerprint=Fingerprint(fingerprint),
         deadline_seconds=deadline_seconds,
     )
+
+
+def put_options_to_wire(options: PutOptions) -> dict[str, Any]:
+    """Return what a put says beyond the arguments of a transfer."""
+    return {"replica_num": options.replica_num, "soft_pin": options.soft_pin}
+
+
+def parse_put_options(message: Mapping[str, Any]) -> PutOptions:
+    """Read what `put_options_to_wire` made. Raises WireError."""
+    replica_num, soft_pin = message.get("replica_num"), message.get("soft_pin")
+    if type(replica_num) is not int or type(soft_pin) is not bool:
+        raise WireError("a put has a number of copies and says whether to pin them")
+    try:
+        return PutOptions(replica_num=replica_num, soft_pin=soft_pin)
+    except ValueError as exc:
+        raise WireError(str(exc)) from exc
 
 
 def _parse_layout(value: object) -> BlockLayout:

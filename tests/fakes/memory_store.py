@@ -14,7 +14,7 @@ from typing import Any
 
 from proxy.blocks import BlockKey, BlockLayout, Fingerprint
 from proxy.errors import StoreError, StoreTimeout
-from proxy.store.base import BlockRef, PutOutcome
+from proxy.store.base import PLAIN, BlockRef, PutOptions, PutOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class MemoryStore:
         self.fail_with: StoreError | None = None
         self.gate: asyncio.Event | None = None
         self.calls: list[tuple[str, tuple[BlockKey, ...]]] = []
+        self.put_options: list[PutOptions] = []
 
     def __repr__(self) -> str:
         return f"<MemoryStore blocks={len(self.blocks)}>"
@@ -84,9 +85,11 @@ class MemoryStore:
         *,
         fingerprint: Fingerprint,
         deadline_seconds: float,
+        options: PutOptions = PLAIN,
     ) -> PutOutcome:
         """See `BlockStore.put_from`."""
         await self._enter("put", [block.key for block in blocks], deadline_seconds)
+        self.put_options.append(options)
         _check_size(fd, layout)
         stored = present = failed = 0
         for block in blocks:

@@ -22,7 +22,7 @@ from proxy.reuse.request_log import RequestLog
 from proxy.reuse.switch import SharingSwitch
 from proxy.reuse.trace import TurnTrace
 from proxy.reuse.turn import ActiveTurn
-from proxy.store.base import PutOutcome
+from proxy.store.base import PutOptions, PutOutcome
 from tests.fakes.fake_llama_server import FakeLlamaServer, fake_llama_server
 from tests.fakes.memory_store import MemoryStore
 
@@ -348,6 +348,17 @@ async def test_a_request_chooses_the_size_of_its_blocks() -> None:
         trace = await it.ask(OTHER + 100, block_size=1 << 20)
         assert trace.plan.reason == "blocks of this size are too large"
         assert len(it.store.blocks) == stored
+
+
+async def test_a_request_says_how_its_blocks_are_kept() -> None:
+    """Copies and pins go to the store with the blocks; else they are plain."""
+    async with bench() as it:
+        await it.ask()
+        await it.ask(OTHER, replica_num=2, soft_pin=True)
+        assert it.store.put_options == [
+            PutOptions(),
+            PutOptions(replica_num=2, soft_pin=True),
+        ]
 
 
 async def test_reading_and_writing_are_allowed_apart() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from proxy.errors import ConfigError, StoreError
+from proxy.store.base import PutOptions
 from proxy.store.master import MooncakeMaster, read_metrics
 from proxy.store.mooncake import name_of
 from proxy.store.options import StoreOptions
@@ -45,6 +46,33 @@ data = np.fromfile(sys.argv[3], dtype=np.uint8)
 codes = handle.put([sys.argv[2]], [[data.ctypes.data]], [[len(data)]])
 assert codes == [0], codes
 import os
+os._exit(0)
+"""
+
+FILL = """
+import os, sys, time
+import numpy as np
+from proxy.store.base import PutOptions
+from proxy.store.mooncake import MooncakeHandle
+from proxy.store.segments import Segments
+handle = MooncakeHandle.connect(sys.argv[1], local_host="127.0.0.1")
+segments = Segments(segment_bytes=64 << 20, max_segments=1)
+segments.grow(handle.mount, touch=False)
+data = np.ones(1 << 20, dtype=np.uint8)
+def put(prefix, count, **options):
+    for number in range(count):
+        for _ in range(100):
+            where = [[data.ctypes.data]]
+            name = [f"{prefix}{number}"]
+            if handle.put(name, where, [[len(data)]], PutOptions(**options)) == [0]:
+                break
+            time.sleep(0.05)
+put("pinned", 20, soft_pin=True)
+put("plain", 20)
+put("more", 200)
+for prefix in ("pinned", "plain"):
+    print(sum(handle.exist([f"{prefix}{number}" for number in range(20)])))
+sys.stdout.flush()
 os._exit(0)
 """
 
@@ -140,6 +168,43 @@ async def test_members_of_a_pool_share_blocks(
                 assert not any(filled)
             assert time.monotonic() - started < 5.5
         await until_it_works(second.client)
+
+
+async def test_a_block_with_two_copies_outlives_a_member(
+    folder: Path, start_store: StartStore, pool_master: MooncakeMaster
+) -> None:
+    """Each copy lies with another member; of too many there are as many as members."""
+    first = await start_store(pool_options(pool_master, folder / "first"))
+    second = await start_store(pool_options(pool_master, folder / "second"))
+    layout = small_layout(20)
+    refs = make_refs("copies", 20)
+    with TestFile(layout, seed=3) as source, TestFile(layout) as target:
+        outcome = await first.client.put_from(
+            source.fd,
+            layout,
+            refs,
+            fingerprint=FINGERPRINT,
+            deadline_seconds=5,
+            options=PutOptions(replica_num=8, soft_pin=True),
+        )
+        assert (outcome.stored_blocks, outcome.failed_blocks) == (20, 0)
+        assert first._watcher is not None
+        first._watcher.cancel()
+        os.kill(store_pid(first), signal.SIGKILL)
+        assert await get(second.client, target, refs) == [True] * 20
+        assert all(target.payload(i) == source.payload(i) for i in range(20))
+
+
+def test_pinned_blocks_outlive_the_others(pool_master: MooncakeMaster) -> None:
+    """Where all else was evicted what was put with a pin is still there."""
+    done = subprocess.run(
+        [sys.executable, "-c", FILL, f"127.0.0.1:{pool_master.rpc_port}"],
+        check=True,
+        timeout=60,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert done.stdout.split() == [b"20", b"0"]
 
 
 async def test_a_frozen_member_of_a_pool_costs_no_more_than_the_deadline(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.blocks import BlockKey, BlockLayout, Fingerprint, RowRun
-from proxy.store.base import BlockRef
+from proxy.store.base import BlockRef, PutOptions
 from proxy.store.wire import (
     MAX_FRAME_BYTES,
     FrameReader,
@@ -17,8 +17,10 @@ from proxy.store.wire import (
     pack_frame,
     parse_bools,
     parse_keys,
+    parse_put_options,
     parse_put_outcome,
     parse_transfer,
+    put_options_to_wire,
     transfer_to_wire,
 )
 
@@ -133,6 +135,31 @@ def test_wrong_values_are_named(field: str, value: object, text: str) -> None:
     parse_transfer(message)
     with pytest.raises(WireError, match=text):
         parse_transfer({**message, field: value})
+
+
+@pytest.mark.parametrize("replica_num", [1, 2, 8])
+@pytest.mark.parametrize("soft_pin", [False, True])
+def test_options_of_a_put_arrive(replica_num: int, soft_pin: bool) -> None:
+    """What one side says the other side reads."""
+    options = PutOptions(replica_num=replica_num, soft_pin=soft_pin)
+    assert parse_put_options(put_options_to_wire(options)) == options
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"replica_num": 0},
+        {"replica_num": 9},
+        {"replica_num": True},
+        {"replica_num": "1"},
+        {"soft_pin": 1},
+        {"soft_pin": None},
+    ],
+)
+def test_wrong_options_of_a_put_are_refused(change: dict[str, object]) -> None:
+    """A number of copies within bounds, and a boolean: nothing else."""
+    with pytest.raises(WireError, match="cop"):
+        parse_put_options({**put_options_to_wire(PutOptions()), **change})
 
 
 def test_two_blocks_cannot_have_one_place() -> None:
