@@ -251,7 +251,7 @@ class Orchestrator:
             return "the request forbids restores"
         if sharing is None:
             return "the runner's KV is not shared"
-        if sharing.block_bytes > MAX_BLOCK_BYTES:
+        if _are_blocks_too_large(request, sharing):
             return "blocks of this size are too large"
         if not self._store.is_available:
             return "the store is away"
@@ -307,7 +307,7 @@ class Orchestrator:
             obstacle = PAUSED
         elif is_shifted:
             obstacle = "the context is full"
-        elif sharing is None or sharing.block_bytes > MAX_BLOCK_BYTES:
+        elif sharing is None or _are_blocks_too_large(turn.request, sharing):
             obstacle = "the runner's KV is not shared"
         if obstacle or sharing is None:
             model.pool.release(slot)
@@ -326,6 +326,12 @@ def _sharing(turn: ActiveTurn) -> Sharing | None:
     """Return how the KV of the turn's runner is shared, in blocks as it wants them."""
     sharing = turn.slot.runner.sharing
     return sharing and sharing.with_block_size(turn.request.reuse.block_size)
+
+
+def _are_blocks_too_large(request: RequestedTurn, sharing: Sharing) -> bool:
+    """Tell whether a request asks for larger blocks than it may."""
+    is_asked = request.reuse.block_size is not None
+    return is_asked and sharing.block_bytes > MAX_BLOCK_BYTES
 
 
 async def _empty(turn: ActiveTurn) -> None:

@@ -72,6 +72,7 @@ class FakeLlamaServer:
                 web.get("/lora-adapters", self._adapters),
                 web.post("/tokenize", self._tokenize),
                 web.post("/completion", self._completion),
+                web.post("/v1/completions", self._completion),
                 web.post("/slots/0", self._slot),
             ]
         )
@@ -137,6 +138,8 @@ class FakeLlamaServer:
                 "predicted_ms": 1.0,
             },
         }
+        if request.path != "/completion":
+            final["choices"] = [{"finish_reason": "length"}]
         if self.has_no_timings:
             final["timings"] = None
         events = [{"content": "x", "tokens": [t], "stop": False} for t in REPLY]

@@ -455,7 +455,7 @@ async def test_a_turn_moves_from_a_dead_runner(is_relayed: bool) -> None:
         request = it.request()
         if is_relayed:
             body = {"n_predict": 3, "prompt": PROMPT.tolist(), "stream": True}
-            request = replace(request, body=body)
+            request = replace(request, body=body, path="/v1/completions")
         async with it.orchestrator.turn(request) as turn:
             assert turn.slot.runner is other, "the prefix is not long enough to wait"
             assert turn.restored_tokens == 48
