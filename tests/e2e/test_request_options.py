@@ -98,11 +98,21 @@ def test_namespaces_block_sizes_and_switches(
     assert NAMESPACE not in kvbus.log_text() + str(requests)
 
 
-@pytest.mark.parametrize("path", ["/api/generate", "/api/chat"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/generate",
+        "/api/chat",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+    ],
+)
 def test_wrong_options_are_refused(
     kvbus: Kvbus, models: dict[str, Path], path: str
 ) -> None:
-    """A 400 in Ollama's shape names the key; the request is known by its id."""
+    """A 400 in the route's shape names the key; the request is known by its id."""
     kvbus.start("--model", f"tiny={models['tiny']}", *store_arguments("disk", kvbus))
     for mooncake, text in (
         ({"namspace": "x"}, "did you mean namespace?"),
@@ -113,11 +123,15 @@ def test_wrong_options_are_refused(
             "model": "tiny",
             "prompt": "Hi",
             "messages": [{"role": "user", "content": "Hi"}],
+            "input": "Hi",
+            "max_tokens": 4,
             "options": {"mooncake": mooncake},
+            "mooncake": mooncake if path.startswith("/v1") else None,
         }
         answer = kvbus.post(path, body)
         assert answer.status_code == 400
-        assert text in answer.json()["error"]
+        error = answer.json()["error"]
+        assert text in (error["message"] if path.startswith("/v1") else error)
         request_id = answer.headers["X-KVBus-Request-Id"]
         told = ask(kvbus, f"/kvcache/requests/{request_id}")
         assert (told["status"], told["error"]) == (400, "RequestError")
