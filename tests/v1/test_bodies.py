@@ -64,7 +64,7 @@ def test_a_bomb_is_refused_at_its_bound() -> None:
         (b"[1]", "", "must be a JSON object, not array"),
         (b"{}", "gzip", "'gzip' are not read"),
         (b"{}", "zstd", "not valid zstd"),
-        (zstandard.compress(b'{"a": 1}')[:-2], "zstd", "missing request body"),
+        (zstandard.compress(b'{"a": 1}')[:-2], "zstd", "unexpected EOF"),
         (zstandard.compress(b"nope"), "zstd", "invalid character"),
     ],
 )
