@@ -38,6 +38,10 @@ class Runner:
         """Give the JSON answer of a POST; any status but 200 is an error."""
         return self._http.post(path, json=body).raise_for_status().json()
 
+    def try_post(self, path: str, **body: Any) -> httpx.Response:  # noqa: ANN401 - JSON
+        """Give the answer of a POST, whatever its status."""
+        return self._http.post(path, json=body)
+
     def complete(
         self, token_ids: Sequence[int], *, slot: int, num_tokens: int
     ) -> tuple[list[int], int]:

@@ -73,6 +73,7 @@ _SAMPLING = (
     _Sampling("--min-p", float, "min_p", 1 << 3),
     _Sampling("--repeat-penalty", float, "penalty_repeat", 1 << 8),
 )
+_POOLING = ("none", "mean", "cls", "last", "rank")
 _FLASH_ATTENTION = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}
 
 
@@ -94,6 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-ram", type=int, default=8192, metavar="MIB")
     parser.add_argument("--threads", type=int, default=-1)
     parser.add_argument("--batch-size", type=int, metavar="N")
+    parser.add_argument("--ubatch-size", type=int, metavar="N")
+    parser.add_argument("--embeddings", action="store_true")
+    parser.add_argument("--pooling", choices=_POOLING, help="default: the model's own")
     for sampling in _SAMPLING:
         parser.add_argument(sampling.flag, type=sampling.kind, metavar="N")
     parser.add_argument("--mmproj", type=Path, help="projector, for images")
@@ -306,6 +310,12 @@ def _apply(options: argparse.Namespace, params: Any, xllamacpp: Any) -> None:  #
     if batch_tokens is not None:
         params.n_batch = batch_tokens
         params.n_ubatch = min(params.n_ubatch, batch_tokens)
+    if options.ubatch_size:
+        params.n_ubatch = options.ubatch_size
+    params.embedding = options.embeddings
+    if options.pooling is not None:
+        kind = f"LLAMA_POOLING_TYPE_{options.pooling.upper()}"
+        params.pooling_type = getattr(xllamacpp.llama_pooling_type, kind)
     for sampling in _SAMPLING:
         value = getattr(options, sampling.flag[2:].replace("-", "_"))
         if value is not None:

@@ -11,16 +11,18 @@ Rules:
 5. All of it happens on the event loop, synchronously: no locks.
 6. What a slot holds belongs to the namespace that its last turn was of. For turns of
    others it holds nothing.
+7. Whoever wants all slots of a runner waits in the same line; those behind wait too.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from proxy.errors import KvbusError, RequestError
+from proxy.errors import KvbusError, RequestError, RunnerGone
 from proxy.llamacpp.runner import Runner
 from proxy.prefix.hashing import TokenIds, common_prefix_tokens
 
@@ -56,7 +58,9 @@ class Slot:
 class _Waiter:
     token_ids: TokenIds
     namespace: str = field(repr=False)
-    granted: asyncio.Future[Slot]
+    granted: asyncio.Future[Sequence[Slot]]
+    runner: Runner | None
+    """Whose slots are wanted, all of them; None: any one slot."""
 
 
 class SlotPool:
@@ -94,6 +98,7 @@ class SlotPool:
     def drop_runner(self, runner: Runner) -> None:
         """Forget the slots of a runner that went away."""
         self._slots = [slot for slot in self._slots if slot.runner is not runner]
+        self._grant()  # whoever wants all of its slots waits in vain
 
     def fail_waiting(self, error: KvbusError) -> None:
         """Give every waiting request `error`: no slot will come."""
@@ -104,12 +109,34 @@ class SlotPool:
 
     async def lease(self, token_ids: TokenIds, namespace: str = "") -> Slot:
         """Wait for a slot for a prompt. Raises RequestError when too many wait."""
+        (slot,) = await self._wait(token_ids, namespace, runner=None)
+        return slot
+
+    @asynccontextmanager
+    async def lease_all(self, runner: Runner) -> AsyncIterator[Sequence[Slot]]:
+        """Lease all slots of a runner, once none of them is leased, for the block.
+
+        Raises RequestError when too many wait, RunnerGone when the runner went away.
+        """
+        slots = await self._wait(NO_TOKENS, "", runner=runner)
+        if not slots:
+            raise RunnerGone("it went away before its slots were free")
+        try:
+            yield slots
+        finally:
+            for slot in slots:
+                slot.is_leased = False
+            self._grant()
+
+    async def _wait(
+        self, token_ids: TokenIds, namespace: str, *, runner: Runner | None
+    ) -> Sequence[Slot]:
         if len(self._waiting) >= MAX_WAITING:
             raise RequestError(
                 503, "server busy, please try again.  maximum pending requests exceeded"
             )
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(token_ids, namespace, loop.create_future())
+        waiter = _Waiter(token_ids, namespace, loop.create_future(), runner)
         self._waiting.append(waiter)
         self._grant()
         try:
@@ -118,7 +145,9 @@ class SlotPool:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
             elif waiter.granted.done() and not waiter.granted.cancelled():
-                self.release(waiter.granted.result())
+                for slot in waiter.granted.result():
+                    slot.is_leased = False
+            self._grant()
             raise
 
     def lease_idle(self, slot: Slot) -> bool:
@@ -135,18 +164,23 @@ class SlotPool:
 
     def _grant(self) -> None:
         while self._waiting:
-            slot = self._choose(self._waiting[0])
-            if slot is None:
+            slots = self._choose(self._waiting[0])
+            if slots is None:
                 return
             granted = self._waiting.popleft().granted
             if granted.done():
                 continue
             self._clock += 1
-            slot.is_leased = True
-            slot.last_used = self._clock
-            granted.set_result(slot)
+            for slot in slots:
+                slot.is_leased = True
+                slot.last_used = self._clock
+            granted.set_result(slots)
 
-    def _choose(self, waiter: _Waiter) -> Slot | None:
+    def _choose(self, waiter: _Waiter) -> Sequence[Slot] | None:
+        """Return the slots for a waiter; None where it has to wait on."""
+        if waiter.runner is not None:
+            wanted = [slot for slot in self._slots if slot.runner is waiter.runner]
+            return None if any(slot.is_leased for slot in wanted) else wanted
         free = [slot for slot in self._slots if not slot.is_leased]
         if not free:
             return None
@@ -159,4 +193,4 @@ class SlotPool:
             is_hot = shared >= MIN_HOT_TOKENS
             return (-shared if is_hot else 0, leases[id(slot.runner)], slot.last_used)
 
-        return min(free, key=rank)
+        return [min(free, key=rank)]

@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from proxy.errors import RequestError, UpstreamError
+from proxy.errors import RequestError, RunnerGone, UpstreamError
 from proxy.llamacpp.runner import Runner
 from proxy.prefix.hashing import TokenIds
 from proxy.reuse.slots import MAX_WAITING, NO_TOKENS, SlotPool
@@ -129,3 +129,55 @@ async def test_the_queue_is_bounded() -> None:
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_all_slots_of_a_runner_are_leased_at_once_and_in_order() -> None:
+    """Later requests wait behind it; they go on when it ends."""
+    pool, first = SlotPool(), runner()
+    pool.add_runner(first)
+    held = await pool.lease(NO_TOKENS)
+    happened: list[str] = []
+
+    async def take_all() -> None:
+        async with pool.lease_all(first) as slots:
+            happened.append(f"all {len(slots)} {all(s.is_leased for s in slots)}")
+            await asyncio.sleep(0)
+            assert happened == ["all 2 True"]
+
+    async def take_one() -> None:
+        pool.release(await pool.lease(NO_TOKENS))
+        happened.append("one")
+
+    tasks = [asyncio.create_task(take_all()), asyncio.create_task(take_one())]
+    await asyncio.sleep(0)
+    assert (happened, pool.num_waiting) == ([], 2)
+    pool.release(held)
+    await asyncio.gather(*tasks)
+    assert happened == ["all 2 True", "one"]
+    assert not any(slot.is_leased for slot in pool.slots)
+
+
+async def test_who_wants_all_slots_and_leaves_blocks_nobody() -> None:
+    """A cancelled wait lets those behind it go on; a lost runner ends it."""
+    pool, first = SlotPool(), runner()
+    pool.add_runner(first)
+    held = await pool.lease(NO_TOKENS)
+
+    async def take_all() -> None:
+        async with pool.lease_all(first):
+            raise AssertionError("there was no moment for this")
+
+    impatient = asyncio.create_task(take_all())
+    await asyncio.sleep(0)
+    behind = asyncio.create_task(pool.lease(NO_TOKENS))
+    await asyncio.sleep(0)
+    assert not behind.done()
+    impatient.cancel()
+    assert (await behind) is not held
+    with pytest.raises(asyncio.CancelledError):
+        await impatient
+    waiting = asyncio.create_task(take_all())
+    await asyncio.sleep(0)
+    pool.drop_runner(first)
+    with pytest.raises(RunnerGone):
+        await waiting
