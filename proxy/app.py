@@ -25,6 +25,7 @@ from proxy.in_flight import InFlight
 from proxy.metered_store import MeteredStore
 from proxy.metrics import Metrics
 from proxy.model_files import DEFAULT_MODEL_NAME, fetch_default_model
+from proxy.model_sources import ModelSource
 from proxy.observer import MetricsObserver
 from proxy.ollama.guard import GuardOptions, install_guard
 from proxy.ollama.handlers import ApiOptions, OllamaApi
@@ -190,14 +191,14 @@ class Application:
 
     async def _bring_up(self, serving: Serving) -> None:
         options = self._options
-        models = list(options.model)
+        models = options.model_sources
         if not models and not options.upstream:
             path = await fetch_default_model(options.cache, say)
-            models = [(DEFAULT_MODEL_NAME, path)]
+            models = [(DEFAULT_MODEL_NAME, ModelSource(model=path))]
         store = asyncio.create_task(self._start_store())
         try:
-            for name, path in models:
-                await serving.start_embedded(name, path)
+            for name, source in models:
+                await serving.start_embedded(name, source)
             await serving.start_attached(list(options.upstream))
             for model in self.catalog.models():
                 await _settle(model)

@@ -21,6 +21,9 @@ from proxy.errors import ConfigError
 from proxy.llamacpp.attached import AttachedOptions
 from proxy.memory import SEGMENT_BYTES, default_store_bytes
 from proxy.model_files import default_cache_dir
+from proxy.model_sources import ModelSource
+from proxy.ollama_folder import OllamaName
+from proxy.reuse.models import full_name
 from proxy.reuse.plan import RestoreMode
 from proxy.runtime import default_runtime_dir, default_slot_root
 from proxy.setting_values import (
@@ -31,6 +34,7 @@ from proxy.setting_values import (
     parse_listen,
     parse_model,
     parse_path,
+    parse_projector,
     parse_size,
     parse_store,
     parse_word,
@@ -79,8 +83,17 @@ SETTINGS: tuple[Setting, ...] = (
         "model",
         parse_model,
         None,
+        "NAME=PATH.gguf|ollama:NAME:TAG",
+        "serve this model file, or this model of Ollama's folder, with runners of our"
+        " own; may be repeated",
+        repeatable=True,
+    ),
+    Setting(
+        "mmproj",
+        parse_projector,
+        None,
         "NAME=PATH.gguf",
-        "serve this model file with runners of our own; may be repeated",
+        "the projector for the images of a --model; may be repeated",
         repeatable=True,
     ),
     Setting(
@@ -233,7 +246,8 @@ class ServeOptions:
     """The settings in force; each field is one row of `SETTINGS`."""
 
     listen: tuple[str, int]
-    model: tuple[tuple[str, Path], ...]
+    model: tuple[tuple[str, Path | OllamaName], ...]
+    mmproj: tuple[tuple[str, Path], ...]
     upstream: tuple[AttachedOptions, ...]
     runners: int
     slots: int
@@ -263,6 +277,26 @@ class ServeOptions:
             raise ConfigError(
                 f"--kv-type {self.kv_type} needs flash attention: not --flash-attn off"
             )
+
+    @property
+    def model_sources(self) -> list[tuple[str, ModelSource]]:
+        """Each --model by its name, with its projector.
+
+        Raises ConfigError for a projector of no model.
+        """
+        projectors = {full_name(name): path for name, path in self.mmproj}
+        sources = [
+            (
+                name,
+                ModelSource(
+                    model=model, projector=projectors.pop(full_name(name), None)
+                ),
+            )
+            for name, model in self.model
+        ]
+        for name in projectors:
+            raise ConfigError(f"--mmproj: there is no --model {name}")
+        return sources
 
     @property
     def cache(self) -> Path:

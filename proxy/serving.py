@@ -20,10 +20,11 @@ from proxy.errors import ConfigError, KvbusError, RunnerGone
 from proxy.llamacpp import attached, embedded
 from proxy.llamacpp.attached import AttachedOptions, AttachedRunner
 from proxy.llamacpp.client import LlamaServerClient
-from proxy.llamacpp.embedded import EmbeddedOptions, EmbeddedRunner
+from proxy.llamacpp.embedded import EmbeddedOptions, EmbeddedRunner, ModelFiles
 from proxy.llamacpp.gguf_facts import ModelFacts, load_facts
 from proxy.llamacpp.runner import Runner
 from proxy.metrics import Metrics
+from proxy.model_sources import ModelSource
 from proxy.reuse.models import Model, ModelCatalog, full_name
 
 logger = logging.getLogger(__name__)
@@ -93,18 +94,19 @@ class Serving:
         self.upstreams: dict[str, str] = {}
         """Why each given URL is not used; "" where it is."""
 
-    async def start_embedded(self, name: str, path: Path) -> Model:
-        """Serve a model file with runners of ours. Raises ConfigError."""
-        facts = await load_facts(path, self._cache_dir)
+    async def start_embedded(self, name: str, source: ModelSource) -> Model:
+        """Serve a model with runners of ours. Raises ConfigError."""
+        files = await source.look(self._cache_dir)
         model = Model(
             name=full_name(name),
-            facts=facts,
+            facts=files.facts,
+            modelfile=files.modelfile,
             metrics=self._metrics,
             keep_alive_seconds=self._engine.keep_alive_seconds,
         )
         self._catalog.add(model)
-        trained = facts.context_length or DEFAULT_CONTEXT_TOKENS
-        context = self._engine.context_tokens or min(DEFAULT_CONTEXT_TOKENS, trained)
+        model.projector = files.projector_facts
+        _say_what_differs(files)
         for number in range(self._engine.runners):
             runner = self._runner(
                 f"{model.name}/{number}",
@@ -113,10 +115,9 @@ class Serving:
                 can_park=True,
             )
             options = EmbeddedOptions(
-                model_path=path,
                 alias=model.name,
                 slots=self._engine.slots,
-                context_tokens=context,
+                context_tokens=self._context_tokens(files),
                 kv_type=self._engine.kv_type,
                 flash_attention=self._engine.flash_attention,
                 threads=self._engine.runner_threads,
@@ -128,11 +129,22 @@ class Serving:
             life = EmbeddedRunner(
                 runner,
                 options,
-                load_facts=lambda: load_facts(path, self._cache_dir),
-                on_facts=model.renew,
+                look=lambda: source.look(self._cache_dir),
+                on_files=lambda files: model.renew(
+                    files.facts, files.modelfile, projector=files.projector_facts
+                ),
             ).run()
             self._tasks.append(asyncio.create_task(life))
         return model
+
+    def _context_tokens(self, files: ModelFiles) -> int:
+        """Return the context of a slot: the setting, the model's wish, our default."""
+        if self._engine.context_tokens is not None:
+            return self._engine.context_tokens
+        wanted = files.modelfile.parameters.get("num_ctx")
+        if not isinstance(wanted, int) or wanted <= 0:
+            wanted = DEFAULT_CONTEXT_TOKENS
+        return min(wanted, files.facts.context_length or DEFAULT_CONTEXT_TOKENS)
 
     async def start_attached(self, upstreams: list[AttachedOptions]) -> None:
         """Serve what given llama-servers hold; looks again for those that are away.
@@ -256,6 +268,25 @@ class Serving:
             self._catalog.remove(model)
             return self._model_of(props, facts)
         return model
+
+
+def _say_what_differs(files: ModelFiles) -> None:
+    """Tell where a model out of Ollama's folder gets other prompts than there."""
+    modelfile = files.modelfile
+    if modelfile.needs_ollama:
+        logger.warning(
+            "event=model.prompt model=%s reason=%r",
+            modelfile.source,
+            f"{', '.join(modelfile.needs_ollama)} is a part of Ollama: the model file's"
+            " chat template is used instead",
+        )
+    elif modelfile.template and not files.facts.chat_template:
+        logger.warning(
+            "event=model.prompt model=%s reason=%r",
+            modelfile.source,
+            "the model's file has no chat template, and Ollama's TEMPLATE is not"
+            " evaluated: the engine's own (chatml) is used instead",
+        )
 
 
 def _resolve(seen: "asyncio.Future[None]") -> None:

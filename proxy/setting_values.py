@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from proxy.durations import parse_go_duration
+from proxy.ollama_folder import OLLAMA_PREFIX, OllamaName
 
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][\w./-]*(:[\w.-]+)?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
@@ -30,13 +32,26 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def parse_model(text: str) -> tuple[str, Path]:
+def parse_model(text: str) -> tuple[str, Path | OllamaName]:
+    """Return (name, source) of NAME=PATH.gguf, NAME=ollama:MODEL or ollama:MODEL."""
+    name, separator, place = text.partition("=")
+    if not separator and text.startswith(OLLAMA_PREFIX):
+        place = text
+        name = text.removeprefix(OLLAMA_PREFIX)
+    if not place and separator:
+        raise ValueError(f"{text!r} names no file")
+    if not place or not _MODEL_NAME.fullmatch(name):
+        raise ValueError(f"{text!r} is not NAME=PATH.gguf or ollama:NAME:TAG")
+    if place.startswith(OLLAMA_PREFIX):
+        return name, OllamaName(place.removeprefix(OLLAMA_PREFIX))
+    return name, Path(place).expanduser()
+
+
+def parse_projector(text: str) -> tuple[str, Path]:
     """Return (name, path) of NAME=PATH.gguf."""
     name, separator, path = text.partition("=")
-    if not separator or not re.fullmatch(r"[A-Za-z0-9][\w./-]*(:[\w.-]+)?", name):
+    if not separator or not path or not _MODEL_NAME.fullmatch(name):
         raise ValueError(f"{text!r} is not NAME=PATH.gguf")
-    if not path:
-        raise ValueError(f"{text!r} names no file")
     return name, Path(path).expanduser()
 
 

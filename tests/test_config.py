@@ -11,6 +11,8 @@ import pytest
 from proxy import cli, config
 from proxy.config import ServeOptions
 from proxy.errors import ConfigError
+from proxy.model_sources import ModelSource
+from proxy.ollama_folder import OllamaName
 from proxy.reuse.plan import RestoreMode
 from proxy.setting_values import parse_size
 
@@ -72,6 +74,9 @@ def test_the_example_file_holds_the_defaults(tmp_path: Path) -> None:
         ("--listen", "nowhere", "not HOST:PORT"),
         ("--listen", "127.0.0.1:99999", "not HOST:PORT"),
         ("--model", "just-a-path.gguf", "not NAME=PATH"),
+        ("--model", "ollama:", "ollama:NAME:TAG"),
+        ("--mmproj", "path.gguf", "not NAME=PATH"),
+        ("--keep-alive", "5 minutes", "unknown unit"),
         ("--upstream", "ftp://x", "give http://HOST:PORT"),
         ("--upstream", "http://h:1#dir=x", "only #slot-dir"),
         ("--runners", "0", "number from 1"),
@@ -98,6 +103,16 @@ def test_settings_that_exclude_each_other_are_one_clear_line() -> None:
     """The engine quantizes V only with flash attention."""
     with pytest.raises(ConfigError, match="needs flash attention"):
         load("--kv-type", "q8_0", "--flash-attn", "off")
+
+
+def test_projectors_belong_to_models() -> None:
+    """Each --mmproj is of a --model, whose name may lack the tag."""
+    flags = ("--model", "a=/x.gguf", "--model", "ollama:me/b:7b")
+    (_, first), (name, second) = load(*flags, "--mmproj", "a:latest=/p").model_sources
+    assert (first.model, first.projector) == (Path("/x.gguf"), Path("/p"))
+    assert (name, second) == ("me/b:7b", ModelSource(model=OllamaName("me/b:7b")))
+    with pytest.raises(ConfigError, match="there is no --model c:latest"):
+        load(*flags, "--mmproj", "c=/p").model_sources  # noqa: B018
 
 
 def test_the_command_exits_with_2() -> None:
@@ -202,6 +217,8 @@ def test_the_settings_of_a_store_are_all_that_it_reads(tmp_path: Path) -> None:
         "runtime-dir": "/other",
         "listen": ":1",
         "model": "a=/a.gguf",
+        "mmproj": "a=/b.gguf",
+        "keep-alive": "1h",
         "upstream": "http://h:1",
         "kv-type": "q8_0",
         "flash-attn": "off",

@@ -8,8 +8,8 @@ Rules:
 3. Failed starts are repeated with a growing pause; a process that lived for a while
    resets it.
 4. A process that turns cannot reach any more is ended, whether it lives or not.
-5. What is known of the model's file is known of the file that this process loaded: it
-   is read for each start, and must be the same before and after the load.
+5. What is known of the model's files is known of those that this process loaded: they
+   are looked at for each start, and must be the same before and after the load.
 6. A parked runner has no process, at whatever point of its life it was parked. Where
    it is wanted before its process has ended, another one is started after that.
 """
@@ -20,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from proxy.errors import KvbusError, RunnerGone
 from proxy.llamacpp.client import LlamaServerClient
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.runner import Runner
+from proxy.ollama_folder import NO_MODELFILE, Modelfile
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +61,21 @@ say. Its own routes have other defaults, and state every value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFiles:
+    """What a runner loads, and what is known of it."""
+
+    path: Path
+    facts: ModelFacts
+    projector: Path | None = None
+    """Makes images into what the model reads."""
+    projector_facts: ModelFacts | None = None
+    modelfile: Modelfile = NO_MODELFILE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedOptions:
     """How a llama-server of ours is started."""
 
-    model_path: Path
     alias: str
     """The model's name in the engine's own answers."""
     slots: int
@@ -78,10 +90,10 @@ class EmbeddedOptions:
     socket_path: Path
     slot_directory: Path
 
-    def flags(self) -> list[str]:
+    def flags(self, files: ModelFiles) -> list[str]:
         """Return the command line, without the program, of a llama-server."""
         flags = [
-            "--model", str(self.model_path),
+            "--model", str(files.path),
             "--host", str(self.socket_path),
             "--port", "0",
             "--ctx-size", str(self.context_tokens * self.slots),
@@ -95,6 +107,8 @@ class EmbeddedOptions:
             "--metrics",
             "--slots",
         ]  # fmt: skip
+        if files.projector is not None:
+            flags += ["--mmproj", str(files.projector)]
         if self.threads is not None:
             flags += ["--threads", str(self.threads)]
         if self.cache_ram_mib is not None:
@@ -110,14 +124,14 @@ class EmbeddedRunner:
         runner: Runner,
         options: EmbeddedOptions,
         *,
-        load_facts: Callable[[], Awaitable[ModelFacts]],
-        on_facts: Callable[[ModelFacts], None],
+        look: Callable[[], Awaitable[ModelFiles]],
+        on_files: Callable[[ModelFiles], None],
     ) -> None:
-        """Take the parts; `on_facts` hears which file a new process has loaded."""
+        """Take the parts; `on_files` hears which files a new process has loaded."""
         self.runner = runner
         self._options = options
-        self._load_facts = load_facts
-        self._on_facts = on_facts
+        self._look = look
+        self._on_files = on_files
         # the mutable state
         self._process: asyncio.subprocess.Process | None = None
         self._log: IO[bytes] | None = None
@@ -171,8 +185,9 @@ class EmbeddedRunner:
         options = self._options
         await asyncio.to_thread(_make_empty, options.slot_directory)
         options.socket_path.unlink(missing_ok=True)
-        facts = await self._load_facts()
-        process = await self._spawn()
+        files = await self._look()
+        flags = options.flags(files)
+        process = await self._spawn(flags)
         assert process.stdout is not None
         try:
             async with asyncio.timeout(START_TIMEOUT_SECONDS):
@@ -183,16 +198,16 @@ class EmbeddedRunner:
             await process.wait()
             raise RunnerGone(self._last_words())
         ready = _read_ready(ready_line)
-        if await self._load_facts() != facts:
+        if await self._look() != files:
             raise RunnerGone("the model's file was changed while it was loaded")
-        self.runner.facts = facts
-        self._on_facts(facts)
+        self.runner.facts = files.facts
+        self._on_files(files)
         client = LlamaServerClient(url="http://runner", socket_path=options.socket_path)
         try:
             await self.runner.inspect(
                 client,
                 slot_directory=options.slot_directory,
-                flags=options.flags(),
+                flags=flags,
                 engine=str(ready.get("engine", "")),
                 vram_bytes=int(ready.get("vram_bytes", 0)),
                 pid=process.pid,
@@ -219,13 +234,13 @@ class EmbeddedRunner:
             ends.cancel()
             is_lost.cancel()
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    async def _spawn(self, flags: Sequence[str]) -> asyncio.subprocess.Process:
         reading, writing = os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in _end
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "proxy.llamacpp.server",
-                *self._options.flags(),
+                *flags,
                 "--parent-fd", str(reading),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,

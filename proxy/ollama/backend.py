@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.props import RunnerProps
 from proxy.llamacpp.totals import EngineTotals
+from proxy.ollama_folder import Modelfile
 from proxy.prefix.hashing import TokenIds
 
 COMPLETION_PATH = "/completion"
@@ -40,6 +41,16 @@ class ServedModel(Protocol):
     @property
     def props(self) -> RunnerProps | None:
         """What a runner says of the prompts that it takes; None before one was up."""
+        ...
+
+    @property
+    def modelfile(self) -> Modelfile:
+        """What it brings along besides its weights."""
+        ...
+
+    @property
+    def projector(self) -> ModelFacts | None:
+        """What the file says that makes images into what the model reads."""
         ...
 
     @property

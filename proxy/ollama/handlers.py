@@ -28,6 +28,7 @@ from proxy.ollama.backend import (
     TurnSource,
 )
 from proxy.ollama.failures import json_response
+from proxy.ollama.modelfile import with_parameters
 from proxy.ollama.options import parse_options
 from proxy.ollama.prompts import prepare
 from proxy.ollama.protocol import (
@@ -184,7 +185,7 @@ class OllamaApi:
             await model.unload()
             return _load_response(wanted, progress, done_reason="unload")
         check_supported(wanted, model)
-        options = parse_options(wanted.options)
+        options = parse_options(with_parameters(wanted.options, model.modelfile))
         reuse = self._reuse_policy(request, wanted.options.get(sharing.FIELD))
         use.enter_context(model.in_use(wanted.keep_alive_seconds))
         await _wait_ready(model, progress)

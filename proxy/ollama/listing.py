@@ -11,13 +11,13 @@ Rules:
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
-from pathlib import PurePath
 from typing import Any
 
 from proxy.durations import NANOSECONDS
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.ollama.abilities import abilities_of
 from proxy.ollama.backend import ServedModel
+from proxy.ollama.modelfile import shown_parameters, shown_text
 from proxy.ollama.translate import format_time
 
 _FOREVER_NS = 2**63 - 1
@@ -52,20 +52,33 @@ def ps_reply(models: Iterable[ServedModel], *, time_ns: int) -> dict[str, Any]:
 
 def show_reply(model: ServedModel) -> dict[str, Any]:
     """Make the answer of /api/show."""
-    facts = model.facts
-    reply: dict[str, Any] = {"license": facts.license} if facts.license else {}
-    template = (model.props or facts).chat_template
-    return {
-        **reply,
-        "modelfile": _modelfile(facts),
+    facts, modelfile = model.facts, model.modelfile
+    template = (model.props or facts).chat_template or modelfile.template
+    texts = {
+        "license": "\n".join(modelfile.licenses) or facts.license,
+        "modelfile": shown_text(model, template),
+        "parameters": shown_parameters(modelfile),
         "template": template,
+        "system": modelfile.system,
+    }
+    lists = {
+        "messages": list(modelfile.messages),
+        "projector_info": _metadata(model.projector) if model.projector else {},
+    }
+    return {
+        **{name: text for name, text in texts.items() if text or name == "template"},
         "details": _details(facts),
-        "model_info": {
-            name: [] if isinstance(value, list) else value
-            for name, value in sorted(facts.metadata.items())
-        },
+        "model_info": _metadata(facts),
+        **{name: value for name, value in lists.items() if value},
         "capabilities": list(abilities_of(model)),
         "modified_at": format_time(facts.mtime_ns),
+    }
+
+
+def _metadata(facts: ModelFacts) -> dict[str, Any]:
+    return {
+        name: [] if isinstance(value, list) else value
+        for name, value in sorted(facts.metadata.items())
     }
 
 
@@ -110,14 +123,3 @@ def _local_time(time_ns: int, *, after: float) -> str:
 
 def _digest(facts: ModelFacts) -> str:
     return facts.file_sha256 or facts.content_digest
-
-
-def _modelfile(facts: ModelFacts) -> str:
-    """Write what Ollama would show; the file's name alone, not where it lies."""
-    lines = [
-        "# The model is served from this file",
-        f"FROM {PurePath(facts.path).name}",
-    ]
-    if facts.chat_template:
-        lines.append(f'TEMPLATE """{facts.chat_template}"""')
-    return "\n".join(lines) + "\n"

@@ -21,6 +21,7 @@ from proxy.errors import RequestError
 from proxy.ollama.abilities import Ability, is_able
 from proxy.ollama.backend import CHAT_PATH, COMPLETION_PATH, ServedModel
 from proxy.ollama.events import EventReader
+from proxy.ollama.modelfile import with_messages
 from proxy.ollama.options import SamplingOptions
 from proxy.ollama.protocol import ChatRequest, GenerateRequest, parse_format
 from proxy.prefix.hashing import TokenIds
@@ -111,7 +112,7 @@ def _chat_fields(
     wanted: GenerateRequest | ChatRequest, model: ServedModel
 ) -> dict[str, Any]:
     """Make what the chat template is given, in the words of llama-server."""
-    messages = wanted.messages()
+    messages = with_messages(wanted, model.modelfile)
     if model.facts.architecture == _CUTS_THINKING_OFF:
         messages = without_thinking(messages)
     fields: dict[str, Any] = {"messages": messages}

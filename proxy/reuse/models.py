@@ -22,6 +22,7 @@ from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.props import RunnerProps
 from proxy.llamacpp.runner import Runner
 from proxy.metrics import Metrics
+from proxy.ollama_folder import NO_MODELFILE, Modelfile
 from proxy.prefix.hashing import TokenIds
 from proxy.prefix.tokenizer import PrefixTokenizer
 from proxy.reuse.arbiter import CostModel
@@ -51,11 +52,14 @@ class Model:
         name: str,
         facts: ModelFacts,
         metrics: Metrics,
+        modelfile: Modelfile = NO_MODELFILE,
         keep_alive_seconds: float = math.inf,
     ) -> None:
         """Describe a model that is freed after so long without a use, or never."""
         self.name = name
         self.facts = facts
+        self.modelfile = modelfile
+        self.projector: ModelFacts | None = None
         self.pool = SlotPool()
         self.runners: list[Runner] = []
         self._costs: dict[str, CostModel] = {}
@@ -147,12 +151,15 @@ class Model:
         """Return what is learned of one runner; it outlives the runner's restarts."""
         return self._costs.setdefault(runner.runner_id, CostModel())
 
-    def renew(self, facts: ModelFacts) -> None:
-        """Hear which model file a new process has loaded.
+    def renew(
+        self, facts: ModelFacts, modelfile: Modelfile, *, projector: ModelFacts | None
+    ) -> None:
+        """Hear which model files a new process has loaded.
 
         Another content under the same name is another model: its tokenizer is, and
         runners of the old one are ended, to load the new one.
         """
+        self.modelfile, self.projector = modelfile, projector
         old, self.facts = self.facts, facts
         if old.content_digest == facts.content_digest:
             return

@@ -18,6 +18,7 @@ from proxy.errors import UpstreamError
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.props import RunnerProps
 from proxy.ollama.backend import RequestOutcome, ServedModel, TurnRequest
+from proxy.ollama_folder import Modelfile
 from proxy.prefix.hashing import TokenIds
 
 Step = dict[str, Any] | Exception | asyncio.Event
@@ -118,6 +119,8 @@ class ScriptedModel:
 
     name: str = "smol:latest"
     facts: ModelFacts = FACTS
+    modelfile: Modelfile = field(default_factory=Modelfile)
+    projector: ModelFacts | None = None
     context_tokens: int = 4096
     props: RunnerProps | None = None
     failure: Exception | None = None
