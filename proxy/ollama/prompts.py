@@ -81,7 +81,8 @@ async def prepare(
     body = sampling_body(options, num_prompt_tokens=len(token_ids), limit=limit)
     num_alternatives = max(1, wanted.top_logprobs)
     if is_chat:
-        body |= chat
+        # whatever a given server was started with
+        body |= {**chat, "reasoning_format": "auto"}
         if wanted.logprobs:
             body |= {"logprobs": True, "top_logprobs": num_alternatives}
         return Prompt(text=text, path=CHAT_PATH, token_ids=token_ids, body=body)

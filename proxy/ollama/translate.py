@@ -9,6 +9,7 @@ Rules:
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 import orjson
@@ -42,9 +43,15 @@ def format_time(time_ns: int) -> str:
     '2026-12-01T08:00:00Z'
     """
     seconds, fraction = divmod(time_ns, NANOSECONDS)
-    text = datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    text = _format_second(seconds)
     digits = f"{fraction:09d}".rstrip("0")
     return f"{text}.{digits}Z" if digits else f"{text}Z"
+
+
+@lru_cache(maxsize=4)
+def _format_second(seconds: int) -> str:
+    """Write a second; the lines of a stream share few of them."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def to_json(value: object) -> bytes:

@@ -73,6 +73,7 @@ async def test_the_rendering_is_asked_for_with_the_same_fields() -> None:
     (extra,) = model.extras
     assert model.rendered == [prompt.body["messages"]]
     assert {**prompt.body, **extra} == prompt.body
+    assert prompt.body["reasoning_format"] == "auto"
     assert extra == {
         "tools": prompt.body["tools"],
         "chat_template_kwargs": {"enable_thinking": True, "reasoning_effort": "low"},
