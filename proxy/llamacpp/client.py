@@ -6,14 +6,14 @@ Rules:
    on everything else.
 """
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import numpy.typing as npt
 import orjson
@@ -21,12 +21,10 @@ import orjson
 from proxy.errors import RunnerGone, SlotError, UpstreamError
 from proxy.llamacpp.answers import EngineAnswer
 from proxy.llamacpp.gguf_facts import ModelFacts
-from proxy.llamacpp.runner_http import RunnerHttp, read, read_chunks, read_text
+from proxy.llamacpp.runner_http import Answer, RunnerHttp
 
 CONTROL_TIMEOUT_SECONDS = 10.0
 TOKENIZE_TIMEOUT_SECONDS = 120.0
-_CONTROL_BOUNDS = aiohttp.ClientTimeout(total=CONTROL_TIMEOUT_SECONDS)
-_GENERATION_BOUNDS = aiohttp.ClientTimeout(connect=CONTROL_TIMEOUT_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +49,30 @@ class LlamaServerClient:
 
     async def is_healthy(self, *, timeout_seconds: float = 2.0) -> bool:
         """Tell whether the model is loaded and the server answers."""
-        bounds = aiohttp.ClientTimeout(total=timeout_seconds)
         try:
-            async with self._http.request("GET", "/health", bounds=bounds) as response:
-                await read(response)
-                return response.status == HTTPStatus.OK
-        except RunnerGone:
+            async with asyncio.timeout(timeout_seconds):
+                status, _ = await self._http.ask("GET", "/health")
+        except (RunnerGone, TimeoutError):
             return False
+        return status == HTTPStatus.OK
 
     async def props(self) -> dict[str, Any]:
         """Return the server's properties (slots, context, template, build ...)."""
-        return _mapping(await self._json("GET", "/props"))
+        return _mapping(await self._ask("GET", "/props"))
 
     async def slots(self) -> list[dict[str, Any]]:
         """Return what the server tells about its slots."""
-        answer = await self._json("GET", "/slots")
+        answer = await self._ask("GET", "/slots")
         return [_mapping(slot) for slot in answer] if isinstance(answer, list) else []
 
     async def lora_adapters(self) -> list[Any]:
         """Return the LoRA adapters that are loaded."""
-        answer = await self._json("GET", "/lora-adapters")
+        answer = await self._ask("GET", "/lora-adapters")
         return answer if isinstance(answer, list) else []
 
     async def model_facts(self) -> ModelFacts:
         """Return what the server says of its model, whose file is not at hand."""
-        answer = _mapping(await self._json("GET", "/v1/models"))
+        answer = _mapping(await self._ask("GET", "/v1/models"))
         model = _mapping(answer["data"][0])
         meta = model.get("meta") or {}
         parameters = int(meta.get("n_params", 0))
@@ -108,14 +105,12 @@ class LlamaServerClient:
 
     async def apply_template(self, body: Mapping[str, Any]) -> str:
         """Return the prompt that the chat template makes of `body`'s messages."""
-        return str(
-            _mapping(await self._json("POST", "/apply-template", body))["prompt"]
-        )
+        return str(_mapping(await self._ask("POST", "/apply-template", body))["prompt"])
 
     async def tokenize(self, text: str, *, add_special: bool) -> npt.NDArray[np.int32]:
         """Return the token ids of `text`; special tokens in it are parsed."""
         body = {"content": text, "add_special": add_special, "parse_special": True}
-        answer = await self._json(
+        answer = await self._ask(
             "POST", "/tokenize", body, timeout_seconds=TOKENIZE_TIMEOUT_SECONDS
         )
         return np.array(_mapping(answer)["tokens"], dtype=np.int32)
@@ -158,11 +153,11 @@ class LlamaServerClient:
         """
         content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         async with self._http.request(
-            "POST", path, content, bounds=_GENERATION_BOUNDS
-        ) as response:
-            if response.status != HTTPStatus.OK:
-                raise UpstreamError(response.status, await read_text(response))
-            yield _events(read_chunks(response))
+            path, content, connect_seconds=CONTROL_TIMEOUT_SECONDS
+        ) as answer:
+            if answer.status != HTTPStatus.OK:
+                raise UpstreamError(answer.status, await answer.read_text())
+            yield _Events(answer)
 
     @asynccontextmanager
     async def open_answer(
@@ -179,12 +174,12 @@ class LlamaServerClient:
             body = {**body, "return_progress": True}
         content = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         async with self._http.request(
-            "POST", path, content, bounds=_GENERATION_BOUNDS
-        ) as response:
+            path, content, connect_seconds=CONTROL_TIMEOUT_SECONDS
+        ) as answer:
             yield EngineAnswer(
-                status=response.status,
-                content_type=response.headers.get("Content-Type", ""),
-                chunks=read_chunks(response),
+                status=answer.status,
+                content_type=answer.content_type,
+                chunks=answer,
                 keeps_progress=wants_progress,
             )
 
@@ -194,52 +189,83 @@ class LlamaServerClient:
         body = {"filename": file_name} if file_name else {}
         path = f"/slots/{slot_id}?action={action}"
         try:
-            answer = await self._json(
-                "POST", path, body, timeout_seconds=timeout_seconds
-            )
+            async with (
+                _bounded(timeout_seconds),
+                self._http.request(path, orjson.dumps(body)) as answer,
+            ):
+                return _mapping(_parsed(answer.status, await answer.read()))
         except UpstreamError as exc:
             raise SlotError(f"slot {slot_id}: {action} failed: {exc}") from exc
-        return _mapping(answer)
 
-    async def _json(
+    async def _ask(
         self,
         method: str,
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        timeout_seconds: float | None = None,
+        timeout_seconds: float = CONTROL_TIMEOUT_SECONDS,
     ) -> Any:  # noqa: ANN401 - JSON enters here
-        content = None if body is None else orjson.dumps(body)
-        bounds = (
-            _CONTROL_BOUNDS
-            if timeout_seconds is None
-            else aiohttp.ClientTimeout(total=timeout_seconds)
-        )
-        async with self._http.request(method, path, content, bounds=bounds) as response:
-            if response.status != HTTPStatus.OK:
-                raise UpstreamError(response.status, await read_text(response))
-            answer = await read(response)
-        try:
-            return orjson.loads(answer)
-        except orjson.JSONDecodeError as exc:
-            raise UpstreamError(502, "the runner's answer is not JSON") from exc
+        """Ask for something that has no effect. Raises RunnerGone, UpstreamError."""
+        content = b"" if body is None else orjson.dumps(body)
+        async with _bounded(timeout_seconds):
+            return _parsed(*await self._http.ask(method, path, content))
 
 
-async def _events(chunks: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the data of each server-sent event; stops after the final one."""
-    buffer = bytearray()
-    async for chunk in chunks:
-        buffer += chunk
-        start = 0
-        while (stop := buffer.find(b"\n", start)) >= 0:
-            line = bytes(buffer[start:stop]).strip()
-            start = stop + 1
-            event = _event(line)
-            if event is None:
-                continue
-            yield event
-        del buffer[:start]
-    raise RunnerGone("the stream ended before the answer was complete")
+@asynccontextmanager
+async def _bounded(seconds: float) -> AsyncIterator[None]:
+    """Raise RunnerGone where the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as exc:
+        raise RunnerGone("it does not answer") from exc
+
+
+def _parsed(status: int, content: bytes) -> Any:  # noqa: ANN401 - JSON enters here
+    """Return the JSON of an answer. Raises UpstreamError."""
+    if status != HTTPStatus.OK:
+        raise UpstreamError(status, content.decode(errors="replace"))
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as exc:
+        raise UpstreamError(502, "the runner's answer is not JSON") from exc
+
+
+class _Events:
+    """The data of the server-sent events of an answer."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        # the mutable state
+        self._lines: Iterator[bytes] = iter(())
+        self._unfinished: list[bytes] = []
+        """Pieces of the last line, whose end has not come."""
+
+    def __aiter__(self) -> "_Events":
+        return self
+
+    async def __anext__(self) -> dict[str, Any]:
+        """Return the next one. Raises UpstreamError, and RunnerGone at the end."""
+        while True:
+            for line in self._lines:
+                event = _event(line)
+                if event is not None:
+                    return event
+            try:
+                self._feed(await anext(self._answer))
+            except StopAsyncIteration:
+                raise RunnerGone(
+                    "the stream ended before the answer was complete"
+                ) from None
+
+    def _feed(self, chunk: bytes) -> None:
+        *lines, rest = chunk.split(b"\n")
+        if lines and self._unfinished:
+            lines[0] = b"".join((*self._unfinished, lines[0]))
+            self._unfinished = []
+        if rest:
+            self._unfinished.append(rest)
+        self._lines = iter(lines)
 
 
 def _event(line: bytes) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ A real one cannot be made to; the server here sends what it is told and closes.
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -121,3 +121,105 @@ async def test_a_silent_runner_is_given_up(tmp_path: Path) -> None:
             assert not await client.is_healthy(timeout_seconds=0.1)
             with pytest.raises(SlotError, match="does not answer"):
                 await client.restore_slot(0, "none", timeout_seconds=0.1)
+
+
+@asynccontextmanager
+async def runner_of_questions(
+    folder: Path, *, questions: int, excess: bytes = b""
+) -> AsyncIterator[tuple[LlamaServerClient, list[int]]]:
+    """Make a client of a server that ends each connection when it is asked again.
+
+    It answers so many questions on each; yields how many it was asked on each.
+    """
+    asked: list[int] = []
+    body = b'{"prompt": "x"}'
+    message = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+    async def answer(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        asked.append(0)
+        number = len(asked) - 1
+        with suppress(asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split()[0])
+                await reader.readexactly(length)
+                asked[number] += 1
+                if asked[number] > questions:
+                    break
+                writer.write(message + excess)
+        writer.close()
+
+    path = folder / "r.sock"
+    server = await asyncio.start_unix_server(answer, path)
+    client = LlamaServerClient(url="http://runner", socket_path=path)
+    try:
+        yield client, asked
+    finally:
+        await client.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def test_a_question_is_asked_again_on_a_new_connection(tmp_path: Path) -> None:
+    """A kept connection that the runner ends when it is used costs no question."""
+    async with runner_of_questions(tmp_path, questions=2) as (client, asked):
+        for _ in range(5):
+            assert await client.apply_template({}) == "x"
+        assert asked == [3, 3, 1]
+
+
+async def test_a_question_is_asked_at_most_twice(tmp_path: Path) -> None:
+    """A runner that takes questions and ends is gone."""
+    async with runner_of_questions(tmp_path, questions=0) as (client, asked):
+        with pytest.raises(RunnerGone, match="closed the connection"):
+            await client.apply_template({})
+        assert asked == [1]
+
+
+async def test_what_has_an_effect_is_sent_once(tmp_path: Path) -> None:
+    """Slots are saved on a connection of their own, which is used for nothing else."""
+    async with runner_of_questions(tmp_path, questions=1) as (client, asked):
+        await client.apply_template({})
+        await client.erase_slot(0)
+        await client.apply_template({})
+        assert asked == [2, 1, 1]
+    async with runner_of_questions(tmp_path, questions=0) as (client, asked):
+        with pytest.raises(SlotError):
+            await client.erase_slot(0)
+        assert asked == [1]
+
+
+async def test_a_connection_with_something_unasked_is_not_kept(tmp_path: Path) -> None:
+    """What follows an answer would be taken for the next one."""
+    message = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
+    async with runner_of_questions(tmp_path, questions=9, excess=message) as (
+        client,
+        asked,
+    ):
+        for _ in range(3):
+            assert await client.apply_template({}) == "x"
+        assert asked == [1, 1, 1]
+
+
+async def test_questions_at_once_keep_one_connection(tmp_path: Path) -> None:
+    """Each has its own meanwhile, and its own answer."""
+    async with runner_of_questions(tmp_path, questions=9) as (client, asked):
+        for _ in range(2):
+            answers = [client.apply_template({}) for _ in range(4)]
+            assert await asyncio.gather(*answers) == ["x"] * 4
+        assert sorted(asked) == [1] * 6 + [2]
+
+
+async def test_a_cancelled_question_ends_its_connection(tmp_path: Path) -> None:
+    """Its answer is nobody else's."""
+    async with runner_of_questions(tmp_path, questions=9) as (client, asked):
+        await client.apply_template({})
+        task = asyncio.create_task(client.apply_template({}))
+        for _ in range(2):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await client.apply_template({})
+        assert len(asked) == 2
