@@ -364,36 +364,51 @@ def test_the_official_client_calls_a_tool(served: Kvbus) -> None:
     assert parts[-1].done_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("model", "answer", "feeds_back"),
+    [("tooler", "It snows.", True), ("thinker", "It snows in Oslo.", False)],
+)
 def test_a_conversation_with_tools_keeps_its_kv(
-    kvbus: Kvbus, scripted: dict[str, Path]
+    kvbus: Kvbus,
+    scripted: dict[str, Path],
+    model: str,
+    answer: str,
+    feeds_back: bool,
 ) -> None:
-    """Turn by turn the slot is reused, the calls included; then another runner's."""
+    """The slot is reused turn by turn, then another runner restores what it held.
+
+    Calls are reused as well; a reply with thinking is not fed back as it was.
+    """
     kvbus.start(
-        "--model", f"tooler={scripted['tooler']}", "--runners", "2",
+        "--model", f"{model}={scripted[model]}", "--runners", "2",
         "--restore", "always", "--block-size", "32",
         *store_arguments("disk", kvbus),
     )  # fmt: skip
+    tools = [WEATHER, NOW]
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": TEXT[:2000]},
         QUESTION,
     ]
-    first = chat(kvbus, model="tooler", messages=messages, tools=[WEATHER])
+    first = chat(kvbus, model=model, messages=messages, tools=tools)
     kvbus.wait_commits(1)
     result = {"role": "tool", "content": "-3 C, snow", "tool_name": "get_weather"}
     messages += [first["message"], result]
-    second = chat(kvbus, model="tooler", messages=messages, tools=[WEATHER])
-    assert second["message"]["content"] == "It snows."
+    second = chat(kvbus, model=model, messages=messages, tools=tools)
+    assert second["message"]["content"] == answer
     kvbus.wait_commits(2)
     restart_runner(kvbus, int(kvbus.turns()[0]["runner"].rpartition("/")[2]))
     messages += [second["message"], {"role": "user", "content": "And now?"}]
-    chat(kvbus, model="tooler", messages=messages, tools=[WEATHER])
+    chat(kvbus, model=model, messages=messages, tools=tools)
     kvbus.asked = 3
     turns = kvbus.turns()
     assert [turn["decision"] for turn in turns] == ["recompute", "keep_slot", "restore"]
-    in_slot = first["prompt_eval_count"] + first["eval_count"] - 1
-    assert int(turns[1]["reused_tokens"]) == in_slot > 2000
-    stored = second["prompt_eval_count"] + second["eval_count"] - 1
-    assert int(turns[2]["restored_tokens"]) == stored // 32 * 32
+
+    def reusable(reply: dict[str, Any]) -> int:
+        replied = reply["eval_count"] - 1 if feeds_back else 0
+        return int(reply["prompt_eval_count"]) + replied
+
+    assert int(turns[1]["reused_tokens"]) == reusable(first) > 2000
+    assert int(turns[2]["restored_tokens"]) == reusable(second) // 32 * 32
     assert turns[2]["reused_tokens"] == turns[2]["restored_tokens"]
 
 
