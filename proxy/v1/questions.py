@@ -64,6 +64,8 @@ def ask_chat(body: dict[str, Any]) -> Question:
     """Read a body of `/v1/chat/completions`. Raises RequestError."""
     if not body.get("messages"):
         raise RequestError(400, "[] is too short - 'messages'")
+    if not isinstance(body["messages"], list):
+        raise RequestError(400, "messages must be an array")
     return Question(
         path=CHAT_PATH, body=body, prompt=body, has_media=has_media(body["messages"])
     )
