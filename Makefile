@@ -4,10 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench check-system clean
+.PHONY: help demo test e2e lint format bench check-system clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/'
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/'
 
 check-system:  ## tell which system packages are missing
 	@$(PYTHON) deploy/check_system.py
@@ -29,6 +29,10 @@ demo: $(BIN)/kvbus  ## compare stock with kvbus on the embedded default
 
 test: $(BIN)/pytest  ## run the tests
 	$(BIN)/python -m pytest
+
+e2e: $(BIN)/pytest  ## run the tests by the clients' own libraries
+	$(BIN)/python -m pip install --quiet --editable '.[embedded,dev,e2e]'
+	$(BIN)/python -m pytest -m clients
 
 lint: $(BIN)/pytest  ## ruff, mypy, import rules
 	$(BIN)/ruff check .
