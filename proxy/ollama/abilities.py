@@ -82,7 +82,10 @@ def is_able(model: ServedModel, ability: Ability) -> bool:
         case Ability.THINKING:
             return mentions_thinking((props or facts).chat_template)
         case Ability.VISION | Ability.AUDIO:
-            return props is not None and ability in props.modalities
+            if props is not None:
+                return ability in props.modalities
+            projector = model.projector.metadata if model.projector else {}
+            return bool(projector.get(f"clip.has_{ability}_encoder"))
 
 
 def is_embedding_model(facts: ModelFacts) -> bool:
@@ -131,6 +134,8 @@ def check_supported(request: GenerateRequest | ChatRequest, model: ServedModel) 
         _check_chat(request, model)
     else:
         _check_generate(request, model)
+    if request.has_images and not is_able(model, Ability.VISION):
+        raise RequestError(400, f"{quoted(request.model)} does not support images")
     if request.think and not is_able(model, Ability.THINKING):
         raise RequestError(400, f"{quoted(request.model)} does not support thinking")
 
@@ -140,6 +145,8 @@ def _check_generate(request: GenerateRequest, model: ServedModel) -> None:
         raise RequestError(
             400, "raw mode does not support template, system, or context"
         )
+    if request.raw and request.has_images:
+        raise RequestError(400, "raw mode does not support images here")
     if request.suffix:
         raise _lacks(model.name, Ability.INSERT)
     if request.template:
@@ -154,15 +161,11 @@ def _check_generate(request: GenerateRequest, model: ServedModel) -> None:
             "context is not supported here: send the conversation to /api/chat "
             "instead (its KV is reused all the same)",
         )
-    if request.has_images:
-        raise _lacks_vision(request.model)
 
 
 def _check_chat(request: ChatRequest, model: ServedModel) -> None:
     if request.calls_tools and not is_able(model, Ability.TOOLS):
         raise _lacks(model.name, Ability.TOOLS)
-    if any(message.has_images for message in request.conversation):
-        raise _lacks_vision(request.model)
 
 
 def _lacks(full_name: str, ability: Ability) -> RequestError:
@@ -170,7 +173,3 @@ def _lacks(full_name: str, ability: Ability) -> RequestError:
     return RequestError(
         400, f"{_REGISTRY}/{space}{full_name} does not support {ability}"
     )
-
-
-def _lacks_vision(name: str) -> RequestError:
-    return RequestError(400, f"{quoted(name)} does not support images")

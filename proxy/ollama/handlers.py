@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from aiohttp import web
@@ -200,7 +200,7 @@ class OllamaApi:
             path=prompt.path,
             body=prompt.body,
             route=kind.value,
-            reuse=reuse,
+            reuse=reuse if prompt.is_text else _share_nothing(reuse),
         )
         async with self._turns.turn(turn_request) as turn:
             progress.turn = turn
@@ -233,6 +233,10 @@ async def _read_request(
     if len(body) > PARSE_IN_THREAD_BYTES:
         return await asyncio.to_thread(parse, body)
     return parse(body)
+
+
+def _share_nothing(reuse: ReuseOptions) -> ReuseOptions:
+    return replace(reuse, read=False, write=False)
 
 
 async def _wait_ready(model: ServedModel, progress: Progress) -> None:

@@ -4,6 +4,7 @@ Rules:
 1. Plain text goes to `/completion` as exact token ids. Where the engine has to parse
    what the model says (calls of tools, thinking) the request goes to its chat route,
    which renders the prompt itself; the token ids are then those of the same rendering.
+   So do images, whose tokens nobody else can tell: their KV is not shared.
 2. Sampling values are always sent; llama-server's own defaults are others.
 3. A reply is bounded: prompt and reply together never exceed the context, so the
    engine never shifts it.
@@ -43,6 +44,8 @@ class Prompt:
     path: str = COMPLETION_PATH
     token_ids: TokenIds
     body: Mapping[str, Any]
+    is_text: bool = True
+    """Whether the tokens are all that the model reads: there are no images."""
 
     def reader(self, wanted: GenerateRequest | ChatRequest) -> EventReader:
         """Make what reads the turn's events."""
@@ -70,6 +73,12 @@ async def prepare(
     if is_chat and json_schema is not None:
         # some templates show the schema to the model
         chat["response_format"] = _response_format(json_schema)
+    if wanted.has_images and not wanted.debug_render_only:
+        body = sampling_body(options, num_prompt_tokens=0, limit=limit)
+        body |= _chat_body(wanted, chat)
+        return Prompt(
+            text="", path=CHAT_PATH, token_ids=_NO_TOKENS, body=body, is_text=False
+        )
     text = await _render(wanted, model, chat)
     if wanted.debug_render_only:
         return Prompt(text=text, token_ids=_NO_TOKENS, body={})
@@ -79,25 +88,33 @@ async def prepare(
     token_ids = await model.tokenize(text)
     check_tokens_fit(len(token_ids), limit=limit)
     body = sampling_body(options, num_prompt_tokens=len(token_ids), limit=limit)
-    num_alternatives = max(1, wanted.top_logprobs)
     if is_chat:
-        # whatever a given server was started with
-        body |= {**chat, "reasoning_format": "auto"}
-        if wanted.logprobs:
-            body |= {"logprobs": True, "top_logprobs": num_alternatives}
+        body |= _chat_body(wanted, chat)
         return Prompt(text=text, path=CHAT_PATH, token_ids=token_ids, body=body)
     if json_schema is not None:
         body["json_schema"] = json_schema
     if wanted.logprobs:
-        body["n_probs"] = num_alternatives
+        body["n_probs"] = max(1, wanted.top_logprobs)
     return Prompt(text=text, token_ids=token_ids, body=body)
 
 
 def _needs_parsing(wanted: GenerateRequest | ChatRequest, model: ServedModel) -> bool:
-    """Tell whether the engine has to find calls or thinking in the reply."""
+    """Tell whether the engine has to look at images, or for calls and thinking."""
+    if wanted.has_images:
+        return True
     if isinstance(wanted, ChatRequest) and wanted.is_about_tools:
         return True
     return is_able(model, Ability.THINKING)
+
+
+def _chat_body(
+    wanted: GenerateRequest | ChatRequest, chat: Mapping[str, Any]
+) -> dict[str, Any]:
+    # whatever a given server was started with
+    body = {**chat, "reasoning_format": "auto"}
+    if wanted.logprobs:
+        body |= {"logprobs": True, "top_logprobs": max(1, wanted.top_logprobs)}
+    return body
 
 
 async def _render(
@@ -149,7 +166,8 @@ def without_thinking(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     cut: list[dict[str, Any]] = []
     for at, message in enumerate(messages):
         content = message["content"]
-        if at < asked and message["role"] == "assistant":
+        is_reply = message["role"] == "assistant" and isinstance(content, str)
+        if at < asked and is_reply:
             opening, mark, rest = content.partition("<think>")
             if mark and not opening.strip():
                 content = rest.partition("</think>")[2].lstrip()

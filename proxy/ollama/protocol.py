@@ -19,6 +19,7 @@ import orjson
 
 from proxy.errors import RequestError
 from proxy.ollama.gojson import Fields, decode
+from proxy.ollama.images import parse_images, parts_of
 from proxy.ollama.options import parse_keep_alive
 from proxy.ollama.tools import ToolCall, parse_call, parse_tool
 
@@ -53,7 +54,8 @@ class GenerateRequest(InferenceRequest):
     system: str
     template: str
     has_context: bool
-    has_images: bool
+    images: tuple[str, ...] = ()
+    """As data URLs."""
     raw: bool
 
     @property
@@ -64,7 +66,15 @@ class GenerateRequest(InferenceRequest):
     def messages(self) -> list[dict[str, Any]]:
         """Tell the conversation that a prompt which is not raw stands for."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, {"role": "user", "content": self.prompt}]
+        return [
+            *system,
+            {"role": "user", "content": _content(self.prompt, self.images)},
+        ]
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the model has to see something."""
+        return bool(self.images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +85,8 @@ class ChatMessage:
     content: str
     tool_name: str = ""
     tool_call_id: str = ""
-    has_images: bool = False
+    images: tuple[str, ...] = ()
+    """As data URLs."""
     tool_calls: tuple[ToolCall, ...] = ()
 
 
@@ -95,6 +106,11 @@ class ChatRequest(InferenceRequest):
     def messages(self) -> list[dict[str, Any]]:
         """Tell the conversation in the words of llama-server."""
         return [_wire_message(message) for message in self.conversation]
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the model has to see something."""
+        return any(message.images for message in self.conversation)
 
     @property
     def calls_tools(self) -> bool:
@@ -118,8 +134,15 @@ class ShowRequest:
     model: str
 
 
+def _content(text: str, images: tuple[str, ...]) -> str | list[dict[str, Any]]:
+    return parts_of(images, text=text) if images else text
+
+
 def _wire_message(message: ChatMessage) -> dict[str, Any]:
-    wire: dict[str, Any] = {"role": message.role, "content": message.content}
+    wire: dict[str, Any] = {
+        "role": message.role,
+        "content": _content(message.content, message.images),
+    }
     if message.tool_name:
         wire["name"] = message.tool_name
     if message.tool_call_id:
@@ -143,7 +166,7 @@ def parse_generate(body: bytes) -> GenerateRequest:
         system=fields.text("system"),
         template=fields.text("template"),
         has_context=bool(context),
-        has_images=_has_images(fields),
+        images=parse_images(fields),
         raw=fields.flag("raw"),
     )
 
@@ -196,17 +219,9 @@ def _parse_message(value: object) -> ChatMessage:
         content=fields.text("content"),
         tool_name=fields.text("tool_name"),
         tool_call_id=fields.text("tool_call_id"),
-        has_images=_has_images(fields),
+        images=parse_images(fields),
         tool_calls=tuple(map(parse_call, fields.array("tool_calls", "[]api.ToolCall"))),
     )
-
-
-def _has_images(fields: Fields) -> bool:
-    images = fields.array("images", "[]api.ImageData")
-    for image in images:
-        if not isinstance(image, str):
-            raise fields.refuse("images", image, "api.ImageData")
-    return bool(images)
 
 
 def _parse_think(value: object) -> bool | str | None:
