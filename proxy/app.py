@@ -27,6 +27,7 @@ from proxy.metrics import Metrics
 from proxy.model_files import DEFAULT_MODEL_NAME, fetch_default_model
 from proxy.model_sources import ModelSource
 from proxy.observer import MetricsObserver
+from proxy.ollama.embedding_handlers import EmbeddingsApi
 from proxy.ollama.guard import GuardOptions, install_guard
 from proxy.ollama.handlers import ApiOptions, OllamaApi
 from proxy.ollama.sharing import SharingPolicy
@@ -37,6 +38,7 @@ from proxy.reuse.switch import SharingSwitch
 from proxy.runtime import OwnedDirectory
 from proxy.serving import EngineOptions, Serving
 from proxy.store.supervisor import StoreSupervisor
+from proxy.v1.embeddings import V1Embeddings
 from proxy.v1.handlers import V1Api
 
 logger = logging.getLogger(__name__)
@@ -162,6 +164,8 @@ class Application:
         app.middlewares.append(self._in_flight.middleware())
         app.add_routes(api.routes())
         app.add_routes(v1.routes())
+        app.add_routes(EmbeddingsApi(self.catalog, observer=observer).routes())
+        app.add_routes(V1Embeddings(self.catalog, observer=observer).routes())
         app.add_routes(admin.routes())
         front = web.AppRunner(
             app,

@@ -21,6 +21,7 @@ from proxy.llamacpp import attached, embedded
 from proxy.llamacpp.attached import AttachedOptions, AttachedRunner
 from proxy.llamacpp.client import LlamaServerClient
 from proxy.llamacpp.embedded import EmbeddedOptions, EmbeddedRunner, ModelFiles
+from proxy.llamacpp.embeddings import is_embedding_model, needs_whole_batch
 from proxy.llamacpp.gguf_facts import ModelFacts, load_facts
 from proxy.llamacpp.runner import Runner
 from proxy.metrics import Metrics
@@ -33,6 +34,8 @@ FIRST_LOOK_SECONDS = 5.0
 """How long start-up waits for given servers that do not answer."""
 
 DEFAULT_CONTEXT_TOKENS = 8192
+DEFAULT_BATCH_CONTEXT_TOKENS = 2048
+"""Of models that take an input in one batch, whose memory grows with the square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,44 +110,69 @@ class Serving:
         self._catalog.add(model)
         model.projector = files.projector_facts
         _say_what_differs(files)
+        if is_embedding_model(files.facts):
+            self._start_runner(model, f"{model.name}/0", source, files)
+            return model
         for number in range(self._engine.runners):
-            runner = self._runner(
-                f"{model.name}/{number}",
-                model,
-                patience=embedded.PATIENCE,
-                can_park=True,
-            )
-            options = EmbeddedOptions(
-                alias=model.name,
-                slots=self._engine.slots,
-                context_tokens=self._context_tokens(files),
-                kv_type=self._engine.kv_type,
-                flash_attention=self._engine.flash_attention,
-                threads=self._engine.runner_threads,
-                cache_ram_mib=self._engine.cache_ram_mib,
-                socket_path=self._socket_dir / f"runner-{self._num_embedded}.sock",
-                slot_directory=self._slot_dir / f"runner-{self._num_embedded}",
-            )
-            self._num_embedded += 1
-            life = EmbeddedRunner(
-                runner,
-                options,
-                look=lambda: source.look(self._cache_dir),
-                on_files=lambda files: model.renew(
-                    files.facts, files.modelfile, projector=files.projector_facts
-                ),
-            ).run()
-            self._tasks.append(asyncio.create_task(life))
+            self._start_runner(model, f"{model.name}/{number}", source, files)
+        model.companion = companion = Model(
+            name=model.name,
+            facts=files.facts,
+            modelfile=files.modelfile,
+            metrics=self._metrics,
+            keep_alive_seconds=self._engine.keep_alive_seconds,
+            is_companion=True,
+        )
+        self._start_runner(companion, f"{model.name}/embeddings", source, files)
         return model
+
+    def _start_runner(
+        self, model: Model, runner_id: str, source: ModelSource, files: ModelFiles
+    ) -> None:
+        """Start a runner of ours; that of a companion once it is wanted."""
+        runner = self._runner(
+            runner_id, model, patience=embedded.PATIENCE, can_park=True
+        )
+        if model.is_companion:
+            runner.park()
+        engine, name = self._engine, f"runner-{self._num_embedded}"
+        self._num_embedded += 1
+        options = EmbeddedOptions(
+            alias=model.name,
+            # one at a time: an embedding then depends on its own text alone
+            slots=1 if model.makes_embeddings_only else engine.slots,
+            context_tokens=self._context_tokens(files),
+            kv_type=engine.kv_type,
+            flash_attention=engine.flash_attention,
+            threads=engine.runner_threads,
+            cache_ram_mib=engine.cache_ram_mib,
+            socket_path=self._socket_dir / f"{name}.sock",
+            slot_directory=self._slot_dir / name,
+            makes_embeddings=model.makes_embeddings_only,
+        )
+        life = EmbeddedRunner(
+            runner,
+            options,
+            look=lambda: source.look(self._cache_dir),
+            on_files=lambda files: model.renew(
+                files.facts, files.modelfile, projector=files.projector_facts
+            ),
+        ).run()
+        self._tasks.append(asyncio.create_task(life))
 
     def _context_tokens(self, files: ModelFiles) -> int:
         """Return the context of a slot: the setting, the model's wish, our default."""
-        if self._engine.context_tokens is not None:
+        default = DEFAULT_CONTEXT_TOKENS
+        if needs_whole_batch(files.facts):
+            default = DEFAULT_BATCH_CONTEXT_TOKENS
+        elif self._engine.context_tokens is not None:
             return self._engine.context_tokens
-        wanted = files.modelfile.parameters.get("num_ctx")
+        wanted = self._engine.context_tokens
+        if wanted is None:
+            wanted = files.modelfile.parameters.get("num_ctx")
         if not isinstance(wanted, int) or wanted <= 0:
-            wanted = DEFAULT_CONTEXT_TOKENS
-        return min(wanted, files.facts.context_length or DEFAULT_CONTEXT_TOKENS)
+            wanted = default
+        return min(wanted, files.facts.context_length or default)
 
     async def start_attached(self, upstreams: list[AttachedOptions]) -> None:
         """Serve what given llama-servers hold; looks again for those that are away.
@@ -233,6 +261,8 @@ class Serving:
             facts = await load_facts(process.resolve(path), self._cache_dir)
         else:
             facts = await client.model_facts()
+        if not refusal and is_embedding_model(facts):
+            refusal = embedded.EMBEDDINGS_REFUSAL
         model = self._model_of(props, facts)
         runner = self._runner(
             f"{model.name}@{options.url.rpartition('/')[2]}",

@@ -30,6 +30,7 @@ import orjson
 
 from proxy.errors import KvbusError, RunnerGone
 from proxy.llamacpp.client import LlamaServerClient
+from proxy.llamacpp.embeddings import needs_whole_batch, pooling_flag
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.runner import Runner
 from proxy.ollama_folder import NO_MODELFILE, Modelfile
@@ -46,6 +47,8 @@ LOST_GRACE_SECONDS = 0.5
 
 PATIENCE = 3
 """After so many failed starts in a row requests fail instead of waiting."""
+
+EMBEDDINGS_REFUSAL = "it makes embeddings, which leave no KV to share"
 
 LOG_TAIL_BYTES = 2000
 LAST_LINES = 2
@@ -89,6 +92,8 @@ class EmbeddedOptions:
     """The engine's own RAM cache; None: its default."""
     socket_path: Path
     slot_directory: Path
+    makes_embeddings: bool = False
+    """Whether it is started for embeddings, and no text."""
 
     def flags(self, files: ModelFiles) -> list[str]:
         """Return the command line, without the program, of a llama-server."""
@@ -98,7 +103,6 @@ class EmbeddedOptions:
             "--port", "0",
             "--ctx-size", str(self.context_tokens * self.slots),
             "--parallel", str(self.slots),
-            "--slot-save-path", str(self.slot_directory),
             "--cache-type-k", self.kv_type,
             "--cache-type-v", self.kv_type,
             "--flash-attn", self.flash_attention,
@@ -107,12 +111,26 @@ class EmbeddedOptions:
             "--metrics",
             "--slots",
         ]  # fmt: skip
-        if files.projector is not None:
-            flags += ["--mmproj", str(files.projector)]
+        if self.makes_embeddings:
+            flags += self._embedding_flags(files.facts)
+        else:
+            flags += ["--slot-save-path", str(self.slot_directory)]
+            if files.projector is not None:
+                flags += ["--mmproj", str(files.projector)]
         if self.threads is not None:
             flags += ["--threads", str(self.threads)]
         if self.cache_ram_mib is not None:
             flags += ["--cache-ram", str(self.cache_ram_mib)]
+        return flags
+
+    def _embedding_flags(self, facts: ModelFacts) -> list[str]:
+        flags = ["--embeddings"]
+        pooling = pooling_flag(facts)
+        if pooling is not None:
+            flags += ["--pooling", pooling]
+        if needs_whole_batch(facts):
+            tokens = str(self.context_tokens)
+            flags += ["--batch-size", tokens, "--ubatch-size", tokens]
         return flags
 
 
@@ -211,6 +229,7 @@ class EmbeddedRunner:
                 engine=str(ready.get("engine", "")),
                 vram_bytes=int(ready.get("vram_bytes", 0)),
                 pid=process.pid,
+                refusal=EMBEDDINGS_REFUSAL if options.makes_embeddings else "",
                 is_same_process=lambda: process.returncode is None,
             )
             await self._wait_end(process)

@@ -51,6 +51,18 @@ class InputTooLongError(UpstreamError):
         """What the runner says that it takes, or one more."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingOptions:
+    """How the inputs of one request become embeddings."""
+
+    truncates: bool = True
+    """Whether the end of an input that is too long is cut off."""
+    max_tokens: int | None = None
+    """A bound on the tokens of an input that is lower than the runner's."""
+    is_raw: bool = False
+    """Whether vectors keep the length that the model gives them."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineEmbeddings:
     """One vector for each input, in their order."""
@@ -58,6 +70,11 @@ class EngineEmbeddings:
     vectors: tuple[Vector, ...]
     num_tokens: int
     """Of all inputs together."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the vectors."""
+        return sum(vector.nbytes for vector in self.vectors)
 
 
 def is_embedding_model(facts: ModelFacts) -> bool:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from proxy.errors import RequestError
+from proxy.llamacpp.embeddings import is_embedding_model
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.ollama.backend import ServedModel
 from proxy.ollama.protocol import ChatRequest, GenerateRequest, quoted
@@ -70,13 +71,15 @@ def abilities_of(model: ServedModel) -> tuple[Ability, ...]:
 def is_able(model: ServedModel, ability: Ability) -> bool:
     """Tell whether a model has one ability; cheap, but for `insert`."""
     facts, props = model.facts, model.props
+    if is_embedding_model(facts):
+        return ability is Ability.EMBEDDING
     match ability:
         case Ability.EMBEDDING:
-            return is_embedding_model(facts)
+            return False
         case Ability.COMPLETION:
-            return not is_embedding_model(facts)
+            return True
         case Ability.INSERT:
-            return not is_embedding_model(facts) and has_fim_tokens(facts)
+            return has_fim_tokens(facts)
         case Ability.TOOLS:
             return props.renders_tools if props else mentions_tools(facts.chat_template)
         case Ability.THINKING:
@@ -86,11 +89,6 @@ def is_able(model: ServedModel, ability: Ability) -> bool:
                 return ability in props.modalities
             projector = model.projector.metadata if model.projector else {}
             return bool(projector.get(f"clip.has_{ability}_encoder"))
-
-
-def is_embedding_model(facts: ModelFacts) -> bool:
-    """Tell whether the model makes embeddings, and no text."""
-    return f"{facts.architecture}.pooling_type" in facts.metadata
 
 
 def mentions_tools(template: str) -> bool:
@@ -122,14 +120,21 @@ def has_fim_tokens(facts: ModelFacts) -> bool:
     )
 
 
+def check_generates(model: ServedModel, name_as_sent: str, *, what: str) -> None:
+    """Refuse to `chat` or `generate` with what makes embeddings only.
+
+    Raises RequestError (400).
+    """
+    if not is_able(model, Ability.COMPLETION):
+        raise RequestError(400, f"{quoted(name_as_sent)} does not support {what}")
+
+
 def check_supported(request: GenerateRequest | ChatRequest, model: ServedModel) -> None:
     """Refuse what the model, or kvbus, cannot do. Raises RequestError (400)."""
     if not 0 <= request.top_logprobs <= 20:
         raise RequestError(400, "top_logprobs must be between 0 and 20")
     is_chat = isinstance(request, ChatRequest)
-    if not is_able(model, Ability.COMPLETION):
-        what = "chat" if is_chat else "generate"
-        raise RequestError(400, f"{quoted(request.model)} does not support {what}")
+    check_generates(model, request.model, what="chat" if is_chat else "generate")
     if isinstance(request, ChatRequest):
         _check_chat(request, model)
     else:

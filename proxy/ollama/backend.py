@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from proxy.llamacpp.embeddings import EmbeddingOptions, EngineEmbeddings, Input
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.props import RunnerProps
 from proxy.llamacpp.totals import EngineTotals
@@ -23,6 +24,29 @@ from proxy.prefix.hashing import TokenIds
 
 COMPLETION_PATH = "/completion"
 CHAT_PATH = "/v1/chat/completions"
+
+
+class Embedder(Protocol):
+    """What makes the embeddings of one model."""
+
+    def in_use(
+        self, keep_alive_seconds: float | None = None
+    ) -> AbstractContextManager[None]:
+        """Keep it loaded while the block runs, as `ServedModel.in_use` does."""
+        ...
+
+    async def wait_ready(self) -> None:
+        """Wait until it is loaded. Raises UpstreamError when it will not be."""
+        ...
+
+    async def embed(
+        self, inputs: Sequence[Input], options: EmbeddingOptions
+    ) -> EngineEmbeddings:
+        """Make one embedding for each input, in their order.
+
+        Raises RequestError (400) for an input that is too long, UpstreamError.
+        """
+        ...
 
 
 class ServedModel(Protocol):
@@ -41,6 +65,11 @@ class ServedModel(Protocol):
     @property
     def props(self) -> RunnerProps | None:
         """What a runner says of the prompts that it takes; None before one was up."""
+        ...
+
+    @property
+    def embedder(self) -> Embedder:
+        """What makes its embeddings; asked of a model without, it raises."""
         ...
 
     @property

@@ -37,7 +37,6 @@ _MODEL_FILES = (
     "kvbus serves the models that it was started with: put the model file in place "
     "and restart kvbus with --model"
 )
-_EMBEDDINGS = "embeddings are not served: ask an Ollama or a llama-server directly"
 _CLOUD = "kvbus has no account and reaches no cloud"
 
 REFUSALS = (
@@ -48,15 +47,12 @@ REFUSALS = (
     Refusal("DELETE", "/api/delete", _MODEL_FILES),
     Refusal("POST", "/api/blobs/{digest}", _MODEL_FILES),
     Refusal("HEAD", "/api/blobs/{digest}", _MODEL_FILES),
-    Refusal("POST", "/api/embed", _EMBEDDINGS),
-    Refusal("POST", "/api/embeddings", _EMBEDDINGS),
     Refusal("POST", "/api/me", _CLOUD),
     Refusal("POST", "/api/signout", _CLOUD),
     Refusal("DELETE", "/api/user/keys/{key}", _CLOUD),
     Refusal("POST", "/api/experimental/web_search", _CLOUD),
     Refusal("POST", "/api/experimental/web_fetch", _CLOUD),
     Refusal("GET", "/api/experimental/model-recommendations", _CLOUD),
-    Refusal("POST", "/v1/embeddings", _EMBEDDINGS, ErrorShape.OPENAI),
     Refusal(
         "POST",
         "/v1/audio/transcriptions",

@@ -7,6 +7,8 @@ Rules:
 3. A model that was not used for its keep-alive is freed: runners of ours are parked,
    and the slots of given ones, which are not ours to end, are erased. Commits count as
    uses until the engine has written the slot. Whoever waits for a runner wants it.
+4. A model that generates may have a companion: the same file, in a process that makes
+   embeddings alone. It comes and goes by its own uses, and is unloaded with the model.
 """
 
 import asyncio
@@ -17,7 +19,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Any, TypeVar
 
 from proxy.errors import ConfigError, KvbusError, RunnerGone, UpstreamError
-from proxy.llamacpp.client import LlamaServerClient
+from proxy.llamacpp.embeddings import is_embedding_model
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.props import RunnerProps
 from proxy.llamacpp.runner import Runner
@@ -26,6 +28,7 @@ from proxy.ollama_folder import NO_MODELFILE, Modelfile
 from proxy.prefix.hashing import TokenIds
 from proxy.prefix.tokenizer import PrefixTokenizer
 from proxy.reuse.arbiter import CostModel
+from proxy.reuse.embedder import Embedder
 from proxy.reuse.keep_alive import KeepAlive
 from proxy.reuse.slots import NO_TOKENS, SlotPool
 
@@ -54,6 +57,7 @@ class Model:
         metrics: Metrics,
         modelfile: Modelfile = NO_MODELFILE,
         keep_alive_seconds: float = math.inf,
+        is_companion: bool = False,
     ) -> None:
         """Describe a model that is freed after so long without a use, or never."""
         self.name = name
@@ -62,6 +66,9 @@ class Model:
         self.projector: ModelFacts | None = None
         self.pool = SlotPool()
         self.runners: list[Runner] = []
+        self.companion: Model | None = None
+        self.is_companion = is_companion
+        self._embedder = Embedder(self)
         self._costs: dict[str, CostModel] = {}
         self._metrics = metrics
         self._tokenizer = PrefixTokenizer(self._ask_tokenizer, facts.control_tokens)
@@ -88,6 +95,16 @@ class Model:
         return next((props for props in known if props), None)
 
     @property
+    def embedder(self) -> Embedder:
+        """What makes its embeddings."""
+        return self.companion.embedder if self.companion else self._embedder
+
+    @property
+    def makes_embeddings_only(self) -> bool:
+        """Whether its runners are for embeddings alone."""
+        return self.is_companion or is_embedding_model(self.facts)
+
+    @property
     def is_running(self) -> bool:
         """Whether at least one runner is ready."""
         return bool(self._ready())
@@ -95,12 +112,17 @@ class Model:
     @property
     def is_loaded(self) -> bool:
         """Whether a runner is ready, and was not freed since the last use."""
-        return self.is_running and not self._is_erased
+        is_loaded = self.is_running and not self._is_erased
+        return is_loaded or bool(self.companion and self.companion.is_loaded)
 
     @property
     def remaining_seconds(self) -> float:
         """How long it stays loaded if nobody uses it from now on; or infinity."""
-        return self._keep_alive.remaining_seconds
+        kept = [self._keep_alive.remaining_seconds]
+        if self.companion is not None and self.companion.is_loaded:
+            others = self.companion.remaining_seconds
+            kept = [*kept, others] if self.is_running else [others]
+        return max(kept)
 
     @property
     def loaded_bytes(self) -> int:
@@ -117,7 +139,8 @@ class Model:
     @property
     def vram_bytes(self) -> int:
         """Device memory that its runners took when they loaded."""
-        return sum(runner.vram_bytes for runner in self._ready())
+        others = self.companion.vram_bytes if self.companion else 0
+        return others + sum(runner.vram_bytes for runner in self._ready())
 
     def in_use(
         self, keep_alive_seconds: float | None = None
@@ -134,6 +157,8 @@ class Model:
         Returns when the processes have ended, or at once where it is used.
         """
         self._keep_alive.end()
+        if self.companion is not None:
+            await self.companion.unload()
         with suppress(TimeoutError):
             async with asyncio.timeout(UNLOAD_SECONDS):
                 if self._erasing is not None:
@@ -143,6 +168,8 @@ class Model:
 
     def close(self) -> None:
         """Free nothing any more."""
+        if self.companion is not None:
+            self.companion.close()
         self._keep_alive.close()
         if self._erasing is not None:
             self._erasing.cancel()
@@ -160,6 +187,8 @@ class Model:
         runners of the old one are ended, to load the new one.
         """
         self.modelfile, self.projector = modelfile, projector
+        if self.companion is not None:
+            self.companion.renew(facts, modelfile, projector=None)
         old, self.facts = self.facts, facts
         if old.content_digest == facts.content_digest:
             return
@@ -216,20 +245,18 @@ class Model:
     ) -> str:
         """Render messages by the chat template of the runner."""
         body = {"messages": list(messages), **extra}
-        return await self._ask(lambda client: client.apply_template(body))
+        return await self.ask(lambda runner: runner.client.apply_template(body))
 
     async def tokenize(self, text: str) -> TokenIds:
         """Return the ids that a runner evaluates for `text`."""
         return await self._tokenizer.tokenize(text)
 
     async def _ask_tokenizer(self, text: str, add_special: bool) -> TokenIds:
-        return await self._ask(
-            lambda client: client.tokenize(text, add_special=add_special)
+        return await self.ask(
+            lambda runner: runner.client.tokenize(text, add_special=add_special)
         )
 
-    async def _ask(
-        self, question: Callable[[LlamaServerClient], Awaitable[_Answer]]
-    ) -> _Answer:
+    async def ask(self, question: Callable[[Runner], Awaitable[_Answer]]) -> _Answer:
         """Ask any runner, for all would say the same; the next one if one dies.
 
         Raises UpstreamError.
@@ -239,12 +266,12 @@ class Model:
                 await self.wait_ready()
                 runner = self._any_ready()
                 try:
-                    return await question(runner.client)
+                    return await question(runner)
                 except RunnerGone as exc:
                     if not await runner.client.is_healthy():
                         runner.report_lost(str(exc))
             await self.wait_ready()
-            return await question(self._any_ready().client)
+            return await question(self._any_ready())
 
     def _free(self) -> None:
         """Park the runners of ours at once; erase slots of the others, in a task."""

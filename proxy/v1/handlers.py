@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from proxy.ollama import sharing
+from proxy.ollama.abilities import check_generates
 from proxy.ollama.backend import (
     Catalog,
     RelayTurn,
@@ -72,11 +73,13 @@ class _Route:
     translator: MakeTranslator = _pass_on
     """What turns the runner's answer into this route's words."""
     dialect: Dialect = Dialect.OPENAI
+    what: str = "chat"
+    """What it does, where a model that cannot is refused."""
 
 
 _ROUTES = (
     _Route("/v1/chat/completions", ask_chat),
-    _Route("/v1/completions", ask_completion),
+    _Route("/v1/completions", ask_completion, what="generate"),
     _Route("/v1/responses", ask_responses, _to_responses),
     _Route("/v1/messages", ask_messages, _to_messages, Dialect.ANTHROPIC),
 )
@@ -165,6 +168,7 @@ class V1Api:
         body = await read_object(request)
         model = self._resolve(take_model(body))
         exchange.model = model.name
+        check_generates(model, take_model(body), what=route.what)
         question = route.ask(without_taken_out(body))
         reuse = self._reuse_policy(request, body.get(sharing.FIELD))
         with model.in_use():

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from proxy.errors import UpstreamError
+from proxy.llamacpp.embeddings import EmbeddingOptions, EngineEmbeddings, Input
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.props import RunnerProps
 from proxy.ollama.backend import RequestOutcome, ServedModel, TurnRequest
@@ -114,6 +115,41 @@ def simple_script(*texts: str) -> list[Step]:
 
 
 @dataclass
+class ScriptedEmbedder:
+    """Makes the same vector of each input, one token of each character."""
+
+    vector: tuple[float, ...] = (3.0, 0.0, 4.0)
+    failure: Exception | None = None
+    gate: asyncio.Event | None = None
+    """Waited for before the embeddings are there."""
+    is_stuck: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[tuple[list[Input], EmbeddingOptions]] = field(default_factory=list)
+    uses: list[float | None] = field(default_factory=list)
+
+    @contextmanager
+    def in_use(self, keep_alive_seconds: float | None = None) -> Iterator[None]:
+        """Note the use."""
+        self.uses.append(keep_alive_seconds)
+        yield
+
+    async def wait_ready(self) -> None:
+        """Be ready."""
+
+    async def embed(
+        self, inputs: Sequence[Input], options: EmbeddingOptions
+    ) -> EngineEmbeddings:
+        """Note what was asked; answer, or fail."""
+        self.asked.append((list(inputs), options))
+        if self.gate is not None:
+            self.is_stuck.set()
+            await self.gate.wait()
+        if self.failure is not None:
+            raise self.failure
+        vector = np.array(self.vector, dtype=np.float32)
+        return EngineEmbeddings((vector,) * len(inputs), sum(map(len, inputs)))
+
+
+@dataclass
 class ScriptedModel:
     """A model whose template and tokenizer are toys: one token per character."""
 
@@ -125,6 +161,7 @@ class ScriptedModel:
     props: RunnerProps | None = None
     failure: Exception | None = None
     """Raised instead of rendering."""
+    embedder: ScriptedEmbedder = field(default_factory=ScriptedEmbedder)
     rendered: list[list[Mapping[str, Any]]] = field(default_factory=list)
     extras: list[Mapping[str, Any]] = field(default_factory=list)
     """What went to the template beside the messages, each time."""
