@@ -21,6 +21,7 @@ QUICK_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "exactness": ("--prompts", "2", "--tokens", "16"),
     "agents": ("--quick",),
     "overhead": ("--quick",),
+    "v1_overhead": ("--quick",),
     "dedup": ("--quick",),
     "restore_path": ("--quick",),
     "store_transfer": ("--mib", "128", "--rounds", "2", "--threads", "2"),

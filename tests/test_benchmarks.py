@@ -64,6 +64,14 @@ def check_overhead(report: Mapping[str, Any]) -> None:
     assert tiny["cpu"]["cpu_per_token_seconds"] < tiny["cpu"]["cpu_per_request_seconds"]
 
 
+def check_v1_overhead(report: Mapping[str, Any]) -> None:
+    """Assert the same, and that bookkeeping is told apart from the relay."""
+    check_overhead(report)
+    shown = "".join(line["what"] for line in report["summary"])
+    assert f"{report['settings']['store']} store" in shown
+    assert "no store" in shown
+
+
 def check_dedup(report: Mapping[str, Any]) -> None:
     """Assert that the bytes are those of the tokens."""
     found = report["results"]
@@ -96,6 +104,7 @@ def check_restore_path(report: Mapping[str, Any]) -> None:
 CHECKS: dict[str, Callable[[Mapping[str, Any]], None]] = {
     "agents": check_agents,
     "overhead": check_overhead,
+    "v1_overhead": check_v1_overhead,
     "dedup": check_dedup,
     "restore_path": check_restore_path,
 }

@@ -17,6 +17,7 @@ from proxy.metrics import Metrics
 from proxy.ollama.handlers import OllamaApi
 from proxy.ollama.options import SamplingOptions
 from proxy.reuse.trace import TurnTrace
+from proxy.v1.handlers import V1Api
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -116,8 +117,9 @@ def test_every_route_is_documented() -> None:
         is_ready=lambda: True,
         is_loopback_listener=True,
     )
+    v1 = V1Api(nothing, nothing, observer=nothing)
     text = read("docs/api.md")
-    for route in [*api.routes(), *admin.routes()]:
+    for route in [*api.routes(), *admin.routes(), *v1.routes()]:
         assert f"`{route.method} {route.path}`" in text, route
 
 

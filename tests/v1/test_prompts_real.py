@@ -1,6 +1,7 @@
 """The prompt is found as the engine makes it, and shared between all routes."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,16 @@ def test_counting_is_what_a_message_costs(served: Kvbus) -> None:
     counted = served.post("/v1/messages/count_tokens", body).json()["input_tokens"]
     usage = served.post("/v1/messages", body).json()["usage"]
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+def test_the_form_of_a_response_is_heeded(served: Kvbus) -> None:
+    """A schema in OpenAI's new place binds the answer."""
+    schema = {"type": "string", "enum": ["north", "south"]}
+    text = {"format": {"type": "json_schema", "name": "side", "schema": schema}}
+    body = {"model": "endless", "input": "Which?", "max_output_tokens": 20}
+    answer = served.post("/v1/responses", {**body, "text": text}).json()
+    (part,) = answer["output"][-1]["content"]
+    assert json.loads(part["text"]) in schema["enum"]
 
 
 def turn_of(kvbus: Kvbus, answer: httpx.Response) -> dict[str, str]:
