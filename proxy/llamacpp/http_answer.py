@@ -20,8 +20,9 @@ MAX_LINE_BYTES = 1 << 12
 """Of the line before a chunk, or a trailer."""
 
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] ([1-9][0-9]{2})(?: .*)?")
-_FIELD_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
+_FIELD_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?")
+_LENGTH = re.compile(r"[0-9]{1,18}")
 _END_OF_HEAD = b"\r\n\r\n"
 _END_OF_LINE = b"\r\n"
 
@@ -68,7 +69,10 @@ class AnswerReader:
         return self._state is _State.COMPLETE
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take the next bytes; returns those of the body. Raises AnswerError."""
+        """Take the next bytes; returns those of the body. Raises AnswerError.
+
+        No piece is empty.
+        """
         if self._kept:
             data, self._kept = self._kept + data, b""
         start = 0
@@ -83,7 +87,8 @@ class AnswerReader:
             start = stop + len(_END_OF_HEAD)
         pieces: list[bytes] = []
         if self._state is _State.UNTIL_END:
-            pieces.append(data[start:])
+            if start < len(data):
+                pieces.append(data[start:])
             start = len(data)
         elif self._state is _State.SIZED:
             start = self._take(data, start, pieces, then=_State.COMPLETE)
@@ -110,11 +115,11 @@ class AnswerReader:
             raise AnswerError("it does not begin like an answer")
         fields: dict[str, str] = {}
         for line in lines:
-            field = _FIELD_LINE.fullmatch(line)
-            if field is None:
+            stop = line.find(b":")
+            if stop < 0 or not _FIELD_NAME.fullmatch(line, 0, stop):
                 raise AnswerError("a line of its head is no field")
-            name = field[1].decode("ascii").lower()
-            value = field[2].decode("latin-1")
+            name = line[:stop].decode("ascii").lower()
+            value = line[stop + 1 :].strip(b" \t").decode("latin-1")
             fields[name] = f"{fields[name]}, {value}" if name in fields else value
         status = int(found[1])
         if status < 200:
@@ -136,7 +141,7 @@ class AnswerReader:
                 raise AnswerError("its transfer coding is unknown")
             self._state = _State.CHUNK_LINE
         elif length is not None:
-            if not (length.isascii() and length.isdigit()):
+            if not _LENGTH.fullmatch(length):
                 raise AnswerError("its length is no number")
             self._left = int(length)
             self._state = _State.SIZED if self._left else _State.COMPLETE
@@ -158,32 +163,37 @@ class AnswerReader:
 
     def _take_chunks(self, data: bytes, start: int, pieces: list[bytes]) -> int:
         """Take the pieces of a chunked body; returns where they stop."""
-        while not self.is_complete:
+        while self._state is not _State.COMPLETE:
             if self._state is _State.CHUNK:
                 if start == len(data):
                     break
                 start = self._take(data, start, pieces, then=_State.CHUNK_END)
                 continue
             stop = data.find(_END_OF_LINE, start)
-            if (len(data) if stop < 0 else stop) - start > MAX_LINE_BYTES:
-                raise AnswerError("a line between its chunks does not end")
             if stop < 0:
+                if len(data) - start > MAX_LINE_BYTES:
+                    raise AnswerError("a line between its chunks does not end")
                 break
-            self._read_line(data[start:stop])
+            if self._state is _State.CHUNK_LINE:
+                found = _CHUNK_LINE.fullmatch(data, start, stop)
+                if found is None:
+                    raise AnswerError("a chunk has no size")
+                size = int(found[1], 16)
+                start = stop + len(_END_OF_LINE)
+                stop = start + size
+                if size and data.startswith(_END_OF_LINE, stop):  # the usual case
+                    pieces.append(data[start:stop])
+                    start = stop + len(_END_OF_LINE)
+                else:
+                    self._left = size
+                    self._state = _State.CHUNK if size else _State.TRAILERS
+                continue
+            is_empty = stop == start
             start = stop + len(_END_OF_LINE)
+            if self._state is _State.CHUNK_END:
+                if not is_empty:
+                    raise AnswerError("a chunk is longer than its size")
+                self._state = _State.CHUNK_LINE
+            elif is_empty:  # a trailer is of no interest
+                self._state = _State.COMPLETE
         return start
-
-    def _read_line(self, line: bytes) -> None:
-        """Read a line that is no part of the body."""
-        if self._state is _State.CHUNK_LINE:
-            found = _CHUNK_LINE.fullmatch(line)
-            if found is None:
-                raise AnswerError("a chunk has no size")
-            self._left = int(found[1], 16)
-            self._state = _State.CHUNK if self._left else _State.TRAILERS
-        elif self._state is _State.CHUNK_END:
-            if line:
-                raise AnswerError("a chunk is longer than its size")
-            self._state = _State.CHUNK_LINE
-        elif not line:  # of the trailers, which are of no interest
-            self._state = _State.COMPLETE

@@ -13,7 +13,7 @@ Rules:
 
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from aiohttp import web
@@ -195,19 +195,20 @@ async def send_stream(
     )
     reply.progress.response = response
 
-    async def send(value: Mapping[str, object]) -> None:
+    async def send(value: Mapping[str, object], *, is_last: bool = False) -> None:
+        line = translate.to_line(value)
         try:
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(translate.to_line(value))
+            await (response.write_eof(line) if is_last else response.write(line))
         except ConnectionResetError as exc:
             raise ClientGoneError from exc
 
     async with aclosing(reply.pieces()) as pieces:
         async for piece in pieces:
             await send(reply.piece_object(piece))
-    await send(reply.final_object(NOTHING))
-    await _end(response, reply.progress)
+    await send(reply.final_object(NOTHING), is_last=True)
+    reply.progress.note_answered()
     return response
 
 
@@ -228,16 +229,10 @@ async def end_in_failure(progress: Progress, exc: Exception) -> web.StreamRespon
     progress.error = failure.kind
     if progress.total_seconds is None:
         line = translate.to_line(translate.error_reply(failure.message))
-        with suppress(ConnectionResetError):
-            await response.write(line)
-        await _end(response, progress)
+        try:
+            await response.write_eof(line)
+        except ConnectionResetError:
+            progress.note_client_gone()
+        else:
+            progress.note_answered()
     return response
-
-
-async def _end(response: web.StreamResponse, progress: Progress) -> None:
-    try:
-        await response.write_eof()
-    except ConnectionResetError:
-        progress.note_client_gone()
-    else:
-        progress.note_answered()
