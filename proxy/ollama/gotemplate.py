@@ -13,6 +13,7 @@ Rules:
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from proxy.ollama import gotemplate_nodes as nodes
@@ -79,7 +80,7 @@ class _Rendering:
 
     def _fail(self, at: "Operand | nodes.Call", message: str) -> TemplateError:
         source = self._tree.source
-        shown = source[at.start : at.stop]
+        shown = source[at.start : at.stop].rstrip()
         if len(shown) > _SHOWN_CHARS:
             shown = f"{shown[:_SHOWN_CHARS]}..."
         place = nodes.place(source, at.start)
@@ -146,7 +147,7 @@ class _Rendering:
             self._budget.step()
             bound = (key, entry) if len(pipe.names) > 1 else (entry,)
             for name, part in zip(pipe.names, bound, strict=False):
-                self._assign(name, part)
+                self._assign(pipe, name, part)
             try:
                 self._walk(node.body, entry)
             except _Jumped as jumped:
@@ -171,6 +172,11 @@ class _Rendering:
             case None:
                 return iter(())
             case int() if not isinstance(value, bool):
+                if len(pipe.names) > 1:
+                    raise self._fail(
+                        pipe,
+                        f"can't use {value} to iterate over more than one variable",
+                    )
                 return ((number, number) for number in range(value))
             case _:
                 raise self._fail(pipe, f"range can't iterate over {write(value)}")
@@ -192,7 +198,7 @@ class _Rendering:
         value = self._commands(pipe, dot)
         for name in pipe.names:
             if pipe.is_assignment:
-                self._assign(name, value)
+                self._assign(pipe, name, value)
             else:
                 self._variables.append((name, value))
         return value
@@ -204,17 +210,21 @@ class _Rendering:
             value = self._command(command.args, dot, value)
         return value
 
-    def _assign(self, name: str, value: Value) -> None:
+    def _assign(self, at_pipe: Pipe, name: str, value: Value) -> None:
         for at in range(len(self._variables) - 1, -1, -1):
             if self._variables[at][0] == name:
                 self._variables[at] = (name, value)
                 return
+        raise self._fail(at_pipe, f"undefined variable: {name}")
 
     def _command(self, args: Sequence[Operand], dot: Value, final: Value) -> Value:
         first, *others = args
         if isinstance(first, nodes.Function):
             return self._call(first, others, dot, final)
         if others or final is not _NOTHING:
+            if isinstance(first, nodes.Field):
+                name = first.names[-1]
+                raise self._fail(first, f"{name} is not a method but has arguments")
             shown = self._tree.source[first.start : first.stop]
             raise self._fail(first, f"can't give argument to non-function {shown}")
         return self._value(first, dot)
@@ -231,6 +241,9 @@ class _Rendering:
         count = len(args) + (final is not _NOTHING)
         try:
             check_count(name, described, count)
+        except CallError as exc:
+            raise self._fail(function, str(exc)) from None
+        try:
             if name in ("and", "or"):
                 return self._first_deciding(name, args, dot, final)
             values = [self._value(arg, dot) for arg in args]
@@ -238,7 +251,8 @@ class _Rendering:
                 values.append(final)
             return described.run(self._budget, values)
         except CallError as exc:
-            raise self._fail(function, str(exc)) from None
+            stop = args[-1].stop if args else function.stop
+            raise self._fail(replace(function, stop=stop), str(exc)) from None
 
     def _first_deciding(
         self, name: str, args: Sequence[Operand], dot: Value, final: Value

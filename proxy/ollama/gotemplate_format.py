@@ -36,8 +36,7 @@ def format_values(pattern: str, values: Sequence[Value]) -> Iterator[str]:
         yield _formatted(match, rest)
     yield pattern[at:]
     if rest:
-        extra = ", ".join(f"{type_name(v)}={write(v)}" for v in rest)
-        yield f"%!(EXTRA {extra})"
+        yield f"%!(EXTRA {', '.join(map(_misplaced, rest))})"
 
 
 def _formatted(match: re.Match[str], rest: list[Value]) -> str:
@@ -58,9 +57,13 @@ def _formatted(match: re.Match[str], rest: list[Value]) -> str:
         flags, width = flags + "-", -width
     text = _written(value, verb, flags, precision)
     if text is None:
-        shown = "<nil>" if value is None else f"{type_name(value)}={write(value)}"
-        return f"%!{verb}({shown})"
+        return f"%!{verb}({_misplaced(value)})"
     return _padded(text, flags, min(width or 0, MAX_WIDTH), is_number=_is_number(value))
+
+
+def _misplaced(value: Value) -> str:
+    """Show a value that no verb, or the wrong one, was for."""
+    return "<nil>" if value is None else f"{type_name(value)}={write(value)}"
 
 
 def _size(text: str | None, rest: list[Value]) -> int | None:

@@ -143,7 +143,7 @@ def _index(budget: Budget, args: Arguments) -> Value:
 def _position(name: str, key: Value, last: int) -> int:
     """Check an index. Raises CallError."""
     if isinstance(key, bool) or not isinstance(key, int):
-        shown = "index with nil" if key is None else f"index with type {type_name(key)}"
+        shown = "nil" if key is None else f"type {type_name(key)}"
         raise CallError(f"error calling {name}: cannot index slice/array with {shown}")
     if not 0 <= key <= last:
         raise CallError(f"error calling {name}: index out of range: {key}")
@@ -182,16 +182,19 @@ def _equal(budget: Budget, args: Arguments) -> bool:
 
 
 def _are_equal(budget: Budget, first: Value, second: Value) -> bool:
+    if first is None or second is None:
+        return first is second
     for value in (first, second):
         if isinstance(value, list | dict):
             raise CallError(
                 f"error calling eq: non-comparable type {write(value)}: "
                 f"{type_name(value)}"
             )
-    if first is None or second is None:
-        return first is second
     if type(first) is not type(second):
-        raise CallError("error calling eq: incompatible types for comparison")
+        raise CallError(
+            "error calling eq: incompatible types for comparison: "
+            f"{type_name(first)} and {type_name(second)}"
+        )
     if isinstance(first, str):
         budget.read(len(first))
     return bool(first == second)
@@ -208,7 +211,10 @@ def _compare(name: str, judge: Callable[[int], bool]) -> GoFunction:
             if isinstance(value, bool) or not isinstance(value, int | float | str):
                 raise CallError(f"error calling {name}: invalid type for comparison")
         if type(first) is not type(second):
-            raise CallError(f"error calling {name}: incompatible types for comparison")
+            raise CallError(
+                f"error calling {name}: incompatible types for comparison: "
+                f"{type_name(first)} and {type_name(second)}"
+            )
         if isinstance(first, str):
             budget.read(len(first))
             first, second = _bytes(first), _bytes(second)
@@ -245,7 +251,8 @@ def _json(budget: Budget, args: Arguments) -> str:
 
 
 def _html(budget: Budget, args: Arguments) -> str:
-    escaped = html.escape(_print(budget, args), quote=False)
+    shown = ["<no value>" if value is None else value for value in args]
+    escaped = html.escape(_print(budget, shown), quote=False)
     escaped = escaped.replace('"', "&#34;").replace("'", "&#39;")
     return budget.make(escaped.replace("\0", "\ufffd"))
 

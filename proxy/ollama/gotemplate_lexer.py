@@ -23,7 +23,7 @@ _PATTERN = re.compile(
       | (?P<field>\.[^\W\d]\w*)
       | (?P<variable>\$\w*)
       | (?P<word>[^\W\d]\w*)
-      | (?P<sign>:=|[.=|(),])
+      | (?P<sign>:=|[!#-&(-/:-@\[-_{-~])
     """,
     re.VERBOSE,
 )
@@ -119,7 +119,6 @@ def _action_tokens(source: str, at: int) -> Iterator[Token]:
             kind in ("number", "field", "variable", "word")
             and not source.startswith(_TERMINATORS, at)
             and at < len(source)
-            and not (kind == "field" and source[at] == "$")
         ):
             if kind == "number":
                 bad = re.compile(r"[\w.+-]*").match(source, match.start())
@@ -132,5 +131,5 @@ def _action_tokens(source: str, at: int) -> Iterator[Token]:
 
 
 def _code_point(character: str) -> str:
-    shown = f" '{character}'" if character.isprintable() else ""
-    return f"U+{ord(character):04X}{shown}"
+    code = ord(character or "\0")
+    return f"U+{code:04X} '{character}'" if character.isprintable() else f"U+{code:04X}"

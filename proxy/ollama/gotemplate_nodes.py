@@ -166,7 +166,11 @@ def place(source: str, at: int) -> str:
 
 
 def names_of(tree: Tree) -> frozenset[str]:
-    """Return the names of all fields and variables that are read, in lower case."""
+    """Return the names of fields and variables that are read, in lower case.
+
+    Like Ollama it does not look into `(...).Field`.
+    Raises TemplateError for a call without a value, which Ollama refuses.
+    """
     names: set[str] = set()
     pending: list[Any] = [*tree.root]
     for body in tree.defined.values():
@@ -179,6 +183,8 @@ def names_of(tree: Tree) -> frozenset[str]:
                     pending += [branch.pipe, *branch.body]
             case Range(pipe, body, otherwise):
                 pending += [pipe, *body, *otherwise]
+            case Call(pipe=None):
+                raise TemplateError("undefined template specified")
             case Action(pipe) | Call(pipe=pipe):
                 pending.append(pipe)
             case Pipe(commands=commands):
@@ -187,9 +193,6 @@ def names_of(tree: Tree) -> frozenset[str]:
                 names.update(found)
             case Variable(name=name, names=found):
                 names.update((name, *found))
-            case Chain(operand=operand, names=found):
-                names.update(found)
-                pending.append(operand)
             case _:
                 pass
     return frozenset(name.lower() for name in names)

@@ -187,17 +187,18 @@ def _cut(body: nodes.Body) -> tuple[nodes.Body, bool]:
     """Keep what stands before `.Response`, and it; tell whether it was there."""
     kept: list[nodes.Node] = []
     for node in body:
-        node, is_cut = _cut_node(node)
-        kept.append(node)
+        whole, is_cut = _cut_node(node)
+        if whole is not None:
+            kept.append(whole)
         if is_cut:
             return tuple(kept), True
     return tuple(kept), False
 
 
-def _cut_node(node: nodes.Node) -> tuple[nodes.Node, bool]:
+def _cut_node(node: nodes.Node) -> tuple[nodes.Node | None, bool]:
     match node:
         case nodes.Action(pipe):
-            return node, _writes_response(pipe)
+            return _cut_action(node, pipe)
         case nodes.If(branches, otherwise):
             kept: list[nodes.Branch] = []
             for branch in branches:
@@ -217,16 +218,19 @@ def _cut_node(node: nodes.Node) -> tuple[nodes.Node, bool]:
             return node, False
 
 
-def _writes_response(operand: nodes.Operand) -> bool:
-    match operand:
-        case nodes.Field(names=names):
-            return _RESPONSE in names
-        case nodes.Pipe(commands=commands):
-            return any(
-                _writes_response(arg) for command in commands for arg in command.args
-            )
-        case _:
-            return False
+def _cut_action(
+    node: nodes.Action, pipe: nodes.Pipe
+) -> tuple[nodes.Action | None, bool]:
+    """Cut within one action as Ollama does: it goes if a command is left empty."""
+    for command in pipe.commands:
+        for at, arg in enumerate(command.args):
+            if isinstance(arg, nodes.Field) and _RESPONSE in arg.names:
+                if command is not pipe.commands[-1]:
+                    return None, True
+                cut = replace(command, args=command.args[: at + 1])
+                commands = (*pipe.commands[:-1], cut)
+                return nodes.Action(replace(pipe, commands=commands)), True
+    return node, False
 
 
 def _thinking(think: bool | str | None) -> dict[str, Value]:
@@ -260,7 +264,8 @@ def _message(message: ChatMessage) -> Struct:
 
 
 def _struct(go_type: str, **fields: Value) -> Struct:
-    return Struct(go_type, fields, fields)
+    written = {name: value if value != [] else None for name, value in fields.items()}
+    return Struct(go_type, fields, written)
 
 
 def _tool(tool: Mapping[str, Any]) -> Struct:
