@@ -5,12 +5,20 @@ Rules:
    that tell the progress of the prefill, which kvbus itself has asked for.
 2. Only whole events are handed over; what follows the last blank line comes at the
    end of the stream.
+3. A long prefill is not silent: where nothing but progress has come for some time, a
+   comment takes its place, which clients pass over. Some give up without a sign.
 """
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 EVENT_STREAM = "text/event-stream"
+
+MAX_QUIET_SECONDS = 20.0
+"""Cline waits 30 s for the headers of an answer, others a few minutes."""
+
+SIGN_OF_LIFE = b": prefill\n\n"
 
 _PROGRESS = b'"prompt_progress"'
 _END_OF_EVENT = b"\n\n"
@@ -26,6 +34,7 @@ class EngineAnswer:
     """Pieces of the body as they come. Raises RunnerGone where it breaks off."""
     keeps_progress: bool
     """Whether the client itself has asked for the progress of the prefill."""
+    max_quiet_seconds: float = MAX_QUIET_SECONDS
 
     @property
     def is_event_stream(self) -> bool:
@@ -38,6 +47,7 @@ class EngineAnswer:
         Raises RunnerGone.
         """
         buffer = bytearray()
+        heard = time.monotonic()
         async for chunk in self.chunks:
             searched = max(0, len(buffer) - 1)
             buffer += chunk
@@ -49,7 +59,11 @@ class EngineAnswer:
             del buffer[:stop]
             if not self.keeps_progress and _PROGRESS in events:
                 events = _without_progress(events)
+            now = time.monotonic()
+            if not events and now - heard >= self.max_quiet_seconds:
+                events = SIGN_OF_LIFE
             if events:
+                heard = now
                 yield events
         if buffer:
             yield bytes(buffer)

@@ -84,12 +84,15 @@ def without_taken_out(body: dict[str, Any]) -> dict[str, Any]:
 
 def has_media(messages: object) -> bool:
     """Tell whether messages, or items, hold anything but text: at any depth."""
-    match messages:
-        case list():
-            return any(map(has_media, messages))
-        case {"type": str(kind)} if kind in _MEDIA_TYPES:
-            return True
-        case {"content": list(parts)} | {"output": list(parts)}:
-            return has_media(parts)
-        case _:
-            return False
+    unseen = [messages]
+    while unseen:
+        match unseen.pop():
+            case list(parts):
+                unseen += parts
+            case {"type": str(kind)} if kind in _MEDIA_TYPES:
+                return True
+            case dict(fields):
+                unseen += (fields.get("content"), fields.get("output"))
+            case _:
+                pass
+    return False

@@ -30,7 +30,7 @@ from proxy.v1.translators import Translator
 
 _OK_STATUS = 200
 _CONTENT = re.compile(
-    rb'"(?:content|reasoning_content|text|delta)":"(?!")|"tool_calls":\['
+    rb'"(?:content|reasoning_content|text|thinking|delta)":"(?!")|"tool_(?:calls|use)"'
 )
 """In an event: the first words of a reply, of whatever route."""
 

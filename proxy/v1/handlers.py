@@ -193,5 +193,4 @@ class V1Api:
         return {
             "X-KVBus-Decision": turn.decision,
             "X-KVBus-Restored-Tokens": str(turn.restored_tokens),
-            "X-KVBus-Request-Id": turn.request_id,
         }

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from proxy.v1.failures import Dialect, error_object
-from proxy.v1.translators import event, read_events
+from proxy.v1.translators import event, is_comment, read_events
 
 _STOP_REASONS = {
     "stop": "end_turn",
@@ -39,6 +39,8 @@ class MessagesAnswer:
 
     def events(self, events: bytes) -> bytes:
         """Turn chunks of a chat into events of a message."""
+        if is_comment(events):
+            return events
         return b"".join(
             part for chunk in read_events(events) for part in self._turn(chunk)
         )

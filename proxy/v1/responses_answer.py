@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from proxy.v1.failures import responses_error
-from proxy.v1.translators import event, read_events
+from proxy.v1.translators import event, is_comment, read_events
 
 _PART_EVENTS = ("response.content_part.", "response.output_text.", "response.reasoning")
 
@@ -34,6 +34,8 @@ class ResponsesAnswer:
 
     def events(self, events: bytes) -> bytes:
         """Complete whole events."""
+        if is_comment(events):
+            return events
         return b"".join(
             self._write(completed)
             for fields in read_events(events)

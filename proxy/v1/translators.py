@@ -4,7 +4,8 @@ Rules:
 1. An answer in OpenAI's words reaches the client byte for byte.
 2. Pieces of a stream are whole server-sent events; several may come at once, and
    they go on in one piece too.
-3. After `failure` nothing follows.
+3. Comments, by which the engine shows that it is alive, reach the client too.
+4. After `failure` nothing follows.
 """
 
 from collections.abc import Iterator
@@ -53,6 +54,11 @@ def read_events(events: bytes) -> Iterator[dict[str, Any]]:
     for line in events.split(b"\n"):
         if line.startswith(b"data: {"):
             yield orjson.loads(line[6:])
+
+
+def is_comment(events: bytes) -> bool:
+    """Tell whether what came holds no event, but comments."""
+    return events.startswith(b":") and b"\ndata:" not in events
 
 
 def event(name: str, fields: dict[str, Any]) -> bytes:

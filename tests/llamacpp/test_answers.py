@@ -1,6 +1,7 @@
 """Answers that are passed on, cut into whole events."""
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import RunnerGone
-from proxy.llamacpp.answers import EngineAnswer
+from proxy.llamacpp.answers import SIGN_OF_LIFE, EngineAnswer
 
 PROGRESS = b'data: {"choices":[],"prompt_progress":{"total":9}}\n\n'
 TEXT = b'data: {"choices":[{"text":"a \\"prompt_progress\\" b"}]}\n\n'
@@ -55,6 +56,13 @@ async def test_progress_is_dropped_unless_it_was_asked_for() -> None:
     assert await events(PROGRESS, PROGRESS + TEXT + PROGRESS) == [TEXT]
     kept = await events(PROGRESS + TEXT, keeps_progress=True)
     assert kept == [PROGRESS + TEXT]
+
+
+async def test_a_long_prefill_is_not_silent() -> None:
+    """Progress that is dropped leaves a comment, once in a while."""
+    parts = PROGRESS, PROGRESS + PROGRESS, TEXT + PROGRESS
+    quiet = replace(answer(*parts), max_quiet_seconds=0.0)
+    assert [piece async for piece in quiet.events()] == [SIGN_OF_LIFE] * 2 + [TEXT]
 
 
 async def test_what_follows_the_last_event_comes_at_the_end() -> None:

@@ -262,6 +262,26 @@ async def test_nobody_slips_into_a_slot_that_was_restored_for_another(
     assert restored >= 12
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_namespaces_do_not_share_a_slot(served: Kvbus, path: str) -> None:
+    """The same prompt under another name is evaluated anew, on every route."""
+    body = ask_any(path, f"{path} in namespaces {TEXT}")
+    reused = []
+    for namespace in ("a", "a", "b", "a", "b"):
+        headers = {"X-KVBus-Options": f"namespace={path}{namespace}; write=false"}
+        answer = httpx.post(
+            f"{served.url}{path}",
+            json=body,
+            headers=headers,
+            trust_env=False,
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        reused.append(int(turn_of(served, answer)["reused_tokens"]))
+    assert reused[0] == reused[2] == 0
+    assert min(reused[1], reused[3], reused[4]) > 1500
+
+
 def test_the_engines_own_messages_route_forgets_its_slot(
     model_arguments: list[str],
 ) -> None:

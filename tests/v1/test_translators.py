@@ -175,6 +175,18 @@ def test_an_error_within_a_stream() -> None:
     assert Unchanged().events(error) == error
 
 
+def test_comments_reach_the_client() -> None:
+    """They keep a client patient; what they are mixed with comes without them."""
+    comment = b": prefill\n\n"
+    assert Unchanged().events(comment) == comment
+    assert ResponsesAnswer(model="m").events(comment) == comment
+    answer = MessagesAnswer(num_prompt_tokens=0)
+    assert answer.events(comment) == comment
+    assert (
+        names(answer.events(comment + chunks({"content": "x"})))[0] == "message_start"
+    )
+
+
 def test_each_route_has_an_event_for_a_stream_that_breaks_off() -> None:
     """What the clients' libraries raise."""
     (event,) = read_events(Unchanged().failure("dead"))
