@@ -243,6 +243,9 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes of the answer."""
+        if self._reader.is_complete:  # nobody asked for more
+            self.fail(_BROKEN)
+            return
         self.has_answered = True
         try:
             pieces = self._reader.feed(data)

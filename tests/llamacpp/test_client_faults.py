@@ -4,6 +4,7 @@ A real one cannot be made to; the server here sends what it is told and closes.
 """
 
 import asyncio
+from base64 import b64encode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -203,6 +204,17 @@ async def test_a_connection_with_something_unasked_is_not_kept(tmp_path: Path) -
         assert asked == [1, 1, 1]
 
 
+async def test_a_kept_connection_on_which_something_comes_is_ended(
+    tmp_path: Path,
+) -> None:
+    """As some servers do that tell of a time-out."""
+    late = [SIZED.replace(b"1000", b"2") + b"{}", b"HTTP/1.1 408 Timeout\r\n\r\n"]
+    async with runner_that_sends(late, tmp_path, hangs=True) as client:
+        for _ in range(3):
+            assert await client.props() == {}
+            await asyncio.sleep(0.05)  # the server's pause between two pieces
+
+
 async def test_questions_at_once_keep_one_connection(tmp_path: Path) -> None:
     """Each has its own meanwhile, and its own answer."""
     async with runner_of_questions(tmp_path, questions=9) as (client, asked):
@@ -223,3 +235,46 @@ async def test_a_cancelled_question_ends_its_connection(tmp_path: Path) -> None:
         await asyncio.gather(task, return_exceptions=True)
         await client.apply_template({})
         assert len(asked) == 2
+
+
+@asynccontextmanager
+async def tcp_server(heads: list[bytes]) -> AsyncIterator[str]:
+    """Listen at a port; keeps what comes and answers nonsense."""
+
+    async def answer(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        heads.append(await reader.read(1 << 16))
+        writer.write(b"no answer\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    yield f"{host}:{port}"
+    server.close()
+    await server.wait_closed()
+
+
+async def test_a_url_may_hold_a_path_and_a_password() -> None:
+    """As for a llama-server behind another server."""
+    heads: list[bytes] = []
+    async with tcp_server(heads) as address:
+        client = LlamaServerClient(url=f"http://m%40e:a b@{address}/some where/")
+        with pytest.raises(RunnerGone):
+            await client.props()
+        await client.close()
+    lines = heads[0].decode().split("\r\n")
+    assert lines[0] == "GET /some%20where/props HTTP/1.1"
+    assert f"Host: {address}" in lines
+    assert f"Authorization: Basic {b64encode(b'm@e:a b').decode()}" in lines
+
+
+async def test_a_server_without_tls_is_no_https() -> None:
+    """Neither is the request sent to it in plain text."""
+    heads: list[bytes] = []
+    async with tcp_server(heads) as address:
+        client = LlamaServerClient(url=f"https://{address}")
+        with pytest.raises(RunnerGone):
+            await asyncio.wait_for(client.props(), SOON_SECONDS)
+        await client.close()
+    assert not any(b"HTTP" in head for head in heads)
