@@ -50,6 +50,7 @@ def test_a_busy_runner_does_not_keep_its_prefix_to_itself(
         kind="embedded",
     )  # fmt: skip
     kvbus.generate("tiny", TEXT + "One?")
+    kvbus.wait(lambda: kvbus.metric("kvbus_slots_leased") == 0, what="the save's end")
     with streaming(kvbus, LONG, TEXT + "One?") as lines:
         turn: dict[str, str] = {}
         for number in range(3):  # a busy machine may miss a deadline of the store
