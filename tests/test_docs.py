@@ -14,9 +14,11 @@ from proxy import cli
 from proxy.admin import Admin
 from proxy.config import SETTINGS
 from proxy.metrics import Metrics
+from proxy.ollama.embedding_handlers import EmbeddingsApi
 from proxy.ollama.handlers import OllamaApi
 from proxy.ollama.options import SamplingOptions
 from proxy.reuse.trace import TurnTrace
+from proxy.v1.embeddings import V1Embeddings
 from proxy.v1.handlers import V1Api
 
 ROOT = Path(__file__).parent.parent
@@ -118,9 +120,12 @@ def test_every_route_is_documented() -> None:
         is_loopback_listener=True,
     )
     v1 = V1Api(nothing, nothing, observer=nothing)
+    embeddings = EmbeddingsApi(nothing, observer=nothing)
+    v1_embeddings = V1Embeddings(nothing, observer=nothing)
     text = read("docs/api.md")
-    for route in [*api.routes(), *admin.routes(), *v1.routes()]:
-        assert f"`{route.method} {route.path}`" in text, route
+    for part in (api, admin, v1, embeddings, v1_embeddings):
+        for route in part.routes():
+            assert f"`{route.method} {route.path}`" in text, route
 
 
 def test_every_benchmark_is_documented() -> None:
