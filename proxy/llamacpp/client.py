@@ -100,6 +100,7 @@ class LlamaServerClient:
             add_bos=False,
             control_tokens=(),
             longest_token_bytes=1024,
+            vocabulary_size=int(meta.get("n_vocab", 0)),
             license="",
         )
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FACTS_VERSION = 2
+FACTS_VERSION = 3
 LONG_READ_BYTES = 2 << 30
 """From here on the log tells that a model is read: it takes seconds."""
 
@@ -86,6 +86,8 @@ class ModelFacts:
     """Control and user-defined tokens: text is never split or joined across them."""
     longest_token_bytes: int
     """No token stands for more bytes of text than this."""
+    vocabulary_size: int = 0
+    """How many tokens there are; 0 where nobody knows."""
     license: str
 
     def to_json(self) -> bytes:
@@ -312,6 +314,7 @@ def _described(metadata: dict[str, Any]) -> dict[str, Any]:
             ),
             default=0,
         ),
+        "vocabulary_size": len(tokens),
         "license": _text(metadata, "general.license"),
     }
 

@@ -5,7 +5,8 @@ Rules:
    template out knows better about tools than its text.
 2. The template that counts is the one that the runner renders with; before one was up
    it is that of the model file.
-3. `insert` needs the tokens of fill-in-the-middle, `vision` and `audio` a projector
+3. `insert` needs the tokens of fill-in-the-middle, or a TEMPLATE with a place for a
+   suffix; `vision` and `audio` a projector
    that the runner has loaded.
 4. A field that the model, or kvbus, cannot serve is refused in Ollama's own words,
    never ignored.
@@ -16,8 +17,9 @@ from functools import lru_cache
 
 from proxy.errors import RequestError
 from proxy.llamacpp.embeddings import is_embedding_model
-from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.ollama.backend import ServedModel
+from proxy.ollama.fill_in import fill_tokens
+from proxy.ollama.model_template import reads
 from proxy.ollama.protocol import ChatRequest, GenerateRequest, quoted
 
 
@@ -45,23 +47,6 @@ _SPLIT_AT_THINKING = ("content.split('</think>')", 'content.split("</think>")')
 
 _REGISTRY = "registry.ollama.ai"
 
-_FIM_KINDS = ("pre", "suf", "mid")
-_FIM_TEXTS = {
-    "pre": (
-        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "▁<PRE>",
-        "<\uff5cfim▁begin\uff5c>", "<|code_prefix|>", "<|prefix|>",
-    ),
-    "suf": (
-        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "▁<SUF>",
-        "<\uff5cfim▁hole\uff5c>", "<|code_suffix|>", "<|suffix|>",
-    ),
-    "mid": (
-        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<MID>", "▁<MID>",
-        "<\uff5cfim▁end\uff5c>", "<|code_middle|>", "<|middle|>",
-    ),
-}  # fmt: skip
-"""What the engine takes for them by their text, where the file names none."""
-
 
 def abilities_of(model: ServedModel) -> tuple[Ability, ...]:
     """Return all that a model is able to do, in Ollama's order."""
@@ -79,7 +64,9 @@ def is_able(model: ServedModel, ability: Ability) -> bool:
         case Ability.COMPLETION:
             return True
         case Ability.INSERT:
-            return has_fim_tokens(facts)
+            return fill_tokens(facts) is not None or reads(
+                model.modelfile.template, "suffix"
+            )
         case Ability.TOOLS:
             return props.renders_tools if props else mentions_tools(facts.chat_template)
         case Ability.THINKING:
@@ -108,16 +95,6 @@ def mentions_thinking(template: str) -> bool:
     # Templates of this kind cut the thinking of earlier messages off.
     cuts = any(split in template for split in _SPLIT_AT_THINKING)
     return cuts and "reasoning_content" not in template
-
-
-def has_fim_tokens(facts: ModelFacts) -> bool:
-    """Tell whether the vocabulary can say prefix, suffix and middle."""
-    texts = {text for _, text in facts.control_tokens}
-    return all(
-        f"tokenizer.ggml.fim_{kind}_token_id" in facts.metadata
-        or not texts.isdisjoint(_FIM_TEXTS[kind])
-        for kind in _FIM_KINDS
-    )
 
 
 def check_generates(model: ServedModel, name_as_sent: str, *, what: str) -> None:
@@ -152,19 +129,12 @@ def _check_generate(request: GenerateRequest, model: ServedModel) -> None:
         )
     if request.raw and request.has_images:
         raise RequestError(400, "raw mode does not support images here")
-    if request.suffix:
+    if request.suffix and not is_able(model, Ability.INSERT):
         raise _lacks(model.name, Ability.INSERT)
-    if request.template:
+    is_special = request.suffix or request.template or request.has_context
+    if request.has_images and is_special:
         raise RequestError(
-            400,
-            "template is not supported here: the model's own chat template is used; "
-            "to use another, send the finished prompt with raw",
-        )
-    if request.has_context:
-        raise RequestError(
-            400,
-            "context is not supported here: send the conversation to /api/chat "
-            "instead (its KV is reused all the same)",
+            400, "images do not go together with suffix, template, or context here"
         )
 
 

@@ -208,6 +208,7 @@ class OllamaApi:
                 turn,
                 progress,
                 reader=prompt.reader(wanted),
+                context=prompt.context,
                 observer=self._observer,
                 model_as_sent=wanted.model,
             )

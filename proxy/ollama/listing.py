@@ -17,7 +17,7 @@ from proxy.durations import NANOSECONDS
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.ollama.abilities import abilities_of
 from proxy.ollama.backend import ServedModel
-from proxy.ollama.modelfile import shown_parameters, shown_text
+from proxy.ollama.modelfile import own_template, shown_parameters, shown_text
 from proxy.ollama.translate import format_time
 
 _FOREVER_NS = 2**63 - 1
@@ -53,7 +53,7 @@ def ps_reply(models: Iterable[ServedModel], *, time_ns: int) -> dict[str, Any]:
 def show_reply(model: ServedModel) -> dict[str, Any]:
     """Make the answer of /api/show."""
     facts, modelfile = model.facts, model.modelfile
-    template = (model.props or facts).chat_template or modelfile.template
+    template = own_template(model) or (model.props or facts).chat_template
     texts = {
         "license": "\n".join(modelfile.licenses) or facts.license,
         "modelfile": shown_text(model, template),

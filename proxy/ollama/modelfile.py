@@ -5,6 +5,8 @@ Rules:
    come before what a client sends, and `context` of /api/generate suppresses them.
 2. A PARAMETER holds where a request does not state the option. `num_ctx` is none of
    them: the runners were started with it.
+3. TEMPLATE makes the prompts where the model file has no chat template. Where it has
+   one that goes first: it makes the prompts of all routes, so that they share KV.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +21,13 @@ from proxy.ollama_folder import Modelfile
 
 _OF_LOADING = "num_ctx"
 _NAME_WIDTH = 30
+
+
+def own_template(model: ServedModel) -> str:
+    """Return the TEMPLATE that makes the prompts of a model; empty if none does."""
+    modelfile = model.modelfile
+    is_used = not model.facts.chat_template and not modelfile.needs_ollama
+    return modelfile.template if is_used else ""
 
 
 def with_parameters(

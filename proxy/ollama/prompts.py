@@ -13,18 +13,33 @@ Rules:
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from proxy.errors import RequestError
 from proxy.ollama.abilities import Ability, is_able
 from proxy.ollama.backend import CHAT_PATH, COMPLETION_PATH, ServedModel
 from proxy.ollama.events import EventReader
 from proxy.ollama.modelfile import with_messages
 from proxy.ollama.options import SamplingOptions
+from proxy.ollama.prompt_length import (
+    context_limit,
+    cut_tokens,
+    exceeds_context,
+    fits,
+    must_not_be_cut,
+)
+from proxy.ollama.prompt_texts import (
+    NO_TOKENS,
+    Room,
+    Written,
+    put_context_before,
+    write_by_template,
+    write_conversation,
+    write_insert,
+    write_plain,
+)
 from proxy.ollama.protocol import ChatRequest, GenerateRequest, parse_format
+from proxy.ollama.reply_context import ReplyContext, special_start
 from proxy.prefix.hashing import TokenIds
 
 _INT32_LIMIT = 2**31 - 1
@@ -32,7 +47,6 @@ _CUTS_THINKING_OFF = "qwen3"
 """The architecture for which Ollama does so, whatever the template does."""
 _WITHOUT_MAX = "gpt-oss"
 """The architecture whose highest level of thinking is `high`."""
-_NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +60,8 @@ class Prompt:
     body: Mapping[str, Any]
     is_text: bool = True
     """Whether the tokens are all that the model reads: there are no images."""
+    context: ReplyContext | None = None
+    """Gathers the `context` of the reply, where it is to have one."""
 
     def reader(self, wanted: GenerateRequest | ChatRequest) -> EventReader:
         """Make what reads the turn's events."""
@@ -67,39 +83,104 @@ async def prepare(
     """
     json_schema = parse_format(wanted.format)
     limit = context_limit(options, context_tokens=model.context_tokens)
-    is_raw = isinstance(wanted, GenerateRequest) and wanted.raw
-    is_chat = not is_raw and _needs_parsing(wanted, model)
-    chat = {} if is_raw else _chat_fields(wanted, model)
+    is_chat = _needs_parsing(wanted, model)
+    fields = _chat_fields(wanted, model)
     if is_chat and json_schema is not None:
         # some templates show the schema to the model
-        chat["response_format"] = _response_format(json_schema)
+        fields["response_format"] = _response_format(json_schema)
     if wanted.has_images and not wanted.debug_render_only:
         body = sampling_body(options, num_prompt_tokens=0, limit=limit)
-        body |= _chat_body(wanted, chat)
+        body |= _chat_body(wanted, fields)
         return Prompt(
-            text="", path=CHAT_PATH, token_ids=_NO_TOKENS, body=body, is_text=False
+            text="", path=CHAT_PATH, token_ids=NO_TOKENS, body=body, is_text=False
         )
-    text = await _render(wanted, model, chat)
+    can_cut = isinstance(wanted, GenerateRequest) and wanted.truncate and not is_chat
+    room = Room(limit, may_cut=can_cut and wanted.shift)
+    written = await _write(wanted, model, fields, room)
     if wanted.debug_render_only:
-        return Prompt(text=text, token_ids=_NO_TOKENS, body={})
-    check_text_fits(
-        text, limit=limit, longest_token_bytes=model.facts.longest_token_bytes
-    )
-    token_ids = await model.tokenize(text)
-    check_tokens_fit(len(token_ids), limit=limit)
-    body = sampling_body(options, num_prompt_tokens=len(token_ids), limit=limit)
+        return Prompt(text=written.text, token_ids=NO_TOKENS, body={})
+    if not fits(written.num_tokens, limit=limit):
+        if can_cut and not wanted.shift:
+            raise must_not_be_cut()
+        if not room.may_cut:
+            raise exceeds_context(written.num_tokens, limit=limit)
+        written = await _cut(written, model, options=options, limit=limit)
+    body = sampling_body(options, num_prompt_tokens=written.num_tokens, limit=limit)
     if is_chat:
-        body |= _chat_body(wanted, chat)
-        return Prompt(text=text, path=CHAT_PATH, token_ids=token_ids, body=body)
-    if json_schema is not None:
-        body["json_schema"] = json_schema
-    if wanted.logprobs:
-        body["n_probs"] = max(1, wanted.top_logprobs)
-    return Prompt(text=text, token_ids=token_ids, body=body)
+        body |= _chat_body(wanted, {**fields, "messages": written.messages})
+    else:
+        if json_schema is not None:
+            body["json_schema"] = json_schema
+        if wanted.logprobs:
+            body["n_probs"] = max(1, wanted.top_logprobs)
+    return Prompt(
+        text=written.text,
+        path=CHAT_PATH if is_chat else COMPLETION_PATH,
+        token_ids=written.token_ids,
+        body=body,
+        context=await _reply_context(wanted, model, written),
+    )
+
+
+async def _write(
+    wanted: GenerateRequest | ChatRequest,
+    model: ServedModel,
+    fields: Mapping[str, Any],
+    room: Room,
+) -> Written:
+    """Make the prompt, which may still be too long."""
+    if not isinstance(wanted, GenerateRequest):
+        return await write_conversation(wanted, fields, model, room=room)
+    if wanted.raw:
+        return await write_plain(wanted.prompt, model, room)
+    think = _think(wanted, model)
+    if wanted.suffix:
+        written = await write_insert(wanted, model, think=think, room=room)
+    elif wanted.template:
+        written = await write_by_template(
+            wanted, fields["messages"], model, think=think, room=room
+        )
+    else:
+        written = await write_conversation(wanted, fields, model, room=room)
+    if wanted.context:
+        written = await put_context_before(written, wanted.context, model)
+    return written
+
+
+async def _cut(
+    written: Written, model: ServedModel, *, options: SamplingOptions, limit: int
+) -> Written:
+    token_ids = cut_tokens(
+        written.token_ids,
+        limit=limit,
+        num_keep=options.num_keep,
+        num_special=len(await special_start(model)),
+    )
+    return replace(
+        written, token_ids=token_ids, num_tokens=len(token_ids), is_text=False
+    )
+
+
+async def _reply_context(
+    wanted: GenerateRequest | ChatRequest, model: ServedModel, written: Written
+) -> ReplyContext | None:
+    """Make what gathers the `context` of the reply, where it has one."""
+    if not isinstance(wanted, GenerateRequest) or wanted.raw:
+        return None
+    return ReplyContext(
+        model,
+        prompt=written.token_ids,
+        text=written.text if written.is_text else "",
+        special=await special_start(model),
+    )
 
 
 def _needs_parsing(wanted: GenerateRequest | ChatRequest, model: ServedModel) -> bool:
     """Tell whether the engine has to look at images, or for calls and thinking."""
+    if isinstance(wanted, GenerateRequest) and (
+        wanted.raw or wanted.suffix or wanted.template or wanted.context
+    ):
+        return False
     if wanted.has_images:
         return True
     if isinstance(wanted, ChatRequest) and wanted.is_about_tools:
@@ -117,15 +198,6 @@ def _chat_body(
     return body
 
 
-async def _render(
-    wanted: GenerateRequest | ChatRequest, model: ServedModel, chat: dict[str, Any]
-) -> str:
-    if isinstance(wanted, GenerateRequest) and wanted.raw:
-        return wanted.prompt
-    extra = {name: value for name, value in chat.items() if name != "messages"}
-    return await model.render_chat(chat["messages"], extra=extra)
-
-
 def _chat_fields(
     wanted: GenerateRequest | ChatRequest, model: ServedModel
 ) -> dict[str, Any]:
@@ -136,12 +208,18 @@ def _chat_fields(
     fields: dict[str, Any] = {"messages": messages}
     if isinstance(wanted, ChatRequest) and wanted.tools:
         fields["tools"] = list(wanted.tools)
-    think = wanted.think
-    if think is None and is_able(model, Ability.THINKING):
-        think = True
+    think = _think(wanted, model)
     if think is not None:
         fields["chat_template_kwargs"] = _template_variables(think, model)
     return fields
+
+
+def _think(
+    wanted: GenerateRequest | ChatRequest, model: ServedModel
+) -> bool | str | None:
+    if wanted.think is None and is_able(model, Ability.THINKING):
+        return True
+    return wanted.think
 
 
 def _template_variables(think: bool | str, model: ServedModel) -> dict[str, Any]:
@@ -182,50 +260,6 @@ def _response_format(json_schema: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def context_limit(options: SamplingOptions, *, context_tokens: int) -> int:
-    """Tell how many tokens prompt and reply may have together.
-
-    `num_ctx` narrows what the slot holds (`context_tokens`); it cannot widen it.
-    Raises RequestError (400).
-    """
-    if options.num_ctx is None or options.num_ctx <= 0:
-        return context_tokens
-    if options.num_ctx > context_tokens:
-        raise RequestError(
-            400,
-            f"num_ctx {options.num_ctx} is larger than the context length that this "
-            f"model is served with, {context_tokens}: leave num_ctx out or lower it",
-        )
-    return options.num_ctx
-
-
-def check_text_fits(text: str, *, limit: int, longest_token_bytes: int) -> None:
-    """Refuse a text that is too long whatever its tokens are.
-
-    Spares the tokenizer a text of megabytes. Raises RequestError (400).
-    """
-    if longest_token_bytes <= 0:
-        return
-    num_bytes = len(text.encode("utf-8", "replace"))
-    least_tokens = -(-num_bytes // longest_token_bytes)
-    if least_tokens > limit:
-        raise _too_long(f"at least {least_tokens}", limit)
-
-
-def check_tokens_fit(num_tokens: int, *, limit: int) -> None:
-    """Refuse a prompt that leaves no room for one token. Raises RequestError (400)."""
-    if num_tokens >= limit:
-        raise _too_long(str(num_tokens), limit)
-
-
-def _too_long(num_tokens: str, limit: int) -> RequestError:
-    return RequestError(
-        400,
-        f"the prompt is longer than the context length: it has {num_tokens} tokens, "
-        f"and the context holds {limit}, one of them for the reply",
-    )
-
-
 def sampling_body(
     options: SamplingOptions, *, num_prompt_tokens: int, limit: int
 ) -> dict[str, Any]:
@@ -235,6 +269,7 @@ def sampling_body(
     wanted = options.num_predict if options.num_predict > 0 else room
     return {
         "n_predict": min(wanted, room),
+        "n_keep": _as_int32(options.num_keep),
         "temperature": options.temperature,
         "top_k": _as_int32(options.top_k),
         "top_p": options.top_p,

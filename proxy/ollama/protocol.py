@@ -5,8 +5,8 @@ Rules:
    do) is checked after it was found, see `abilities`. Types of options and the format
    come last: Ollama reports errors in this order.
 2. Fields that Ollama does not know are ignored, as it does.
-3. `truncate` and `shift` are read and have no effect: a prompt that does not fit is
-   refused, and a reply ends where the context does.
+3. `shift` decides only whether a single prompt that does not fit may be cut: a reply
+   ends where the context does.
 4. `thinking` of earlier messages is dropped, as Ollama drops it for models whose
    template is their own.
 """
@@ -43,6 +43,10 @@ class InferenceRequest:
     logprobs: bool
     top_logprobs: int
     debug_render_only: bool
+    truncate: bool
+    """Whether what does not fit may be left out of the prompt."""
+    shift: bool
+    """Whether the beginning of a single prompt may be cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +57,8 @@ class GenerateRequest(InferenceRequest):
     suffix: str
     system: str
     template: str
-    has_context: bool
+    context: tuple[int, ...]
+    """Token ids that come before the prompt."""
     images: tuple[str, ...] = ()
     """As data URLs."""
     raw: bool
@@ -62,6 +67,11 @@ class GenerateRequest(InferenceRequest):
     def is_empty(self) -> bool:
         """Whether it only loads or unloads the model."""
         return not self.prompt
+
+    @property
+    def has_context(self) -> bool:
+        """Whether it goes on after an earlier reply."""
+        return bool(self.context)
 
     def messages(self) -> list[dict[str, Any]]:
         """Tell the conversation that a prompt which is not raw stands for."""
@@ -165,7 +175,7 @@ def parse_generate(body: bytes) -> GenerateRequest:
         suffix=fields.text("suffix"),
         system=fields.text("system"),
         template=fields.text("template"),
-        has_context=bool(context),
+        context=tuple(context),
         images=parse_images(fields),
         raw=fields.flag("raw"),
     )
@@ -196,8 +206,6 @@ def parse_show(body: bytes) -> ShowRequest:
 
 def _common_fields(fields: Fields) -> dict[str, Any]:
     """Read the fields of InferenceRequest, by its names."""
-    fields.flag("truncate")
-    fields.flag("shift")
     return {
         "model": fields.text("model"),
         "stream": fields.flag("stream", default=True),
@@ -208,6 +216,8 @@ def _common_fields(fields: Fields) -> dict[str, Any]:
         "logprobs": fields.flag("logprobs"),
         "top_logprobs": fields.integer("top_logprobs"),
         "debug_render_only": fields.flag("_debug_render_only"),
+        "truncate": fields.flag("truncate", default=True),
+        "shift": fields.flag("shift", default=True),
     }
 
 

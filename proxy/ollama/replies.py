@@ -12,7 +12,7 @@ Rules:
 """
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ from proxy.ollama.failures import (
     json_response,
     to_failure,
 )
+from proxy.ollama.reply_context import ReplyContext
 from proxy.ollama.translate import ReplyKind
 
 
@@ -96,12 +97,16 @@ class TurnReply:
         reader: EventReader,
         observer: RequestObserver,
         model_as_sent: str,
+        context: ReplyContext | None = None,
     ) -> None:
         self.progress = progress
+        self._context = context
         self._reader = reader
         self._turn = turn
         self._observer = observer
         self._model = model_as_sent
+        # the mutable state
+        self._context_ids: Sequence[int] | None = None
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Yield what is said; calls of tools and totals are known after the last one.
@@ -112,6 +117,8 @@ class TurnReply:
         async with aclosing(self._turn.events()) as events:
             async for event in events:
                 piece = reader.read(event)
+                if self._context is not None:
+                    self._context.note(event, piece)
                 if piece is not NOTHING:
                     self._note_begin()
                     yield piece
@@ -120,6 +127,8 @@ class TurnReply:
                 if reader.totals is not None:
                     self.progress.totals = reader.totals
                     self.progress.done_reason = reader.totals.done_reason
+                    if self._context is not None:
+                        self._context_ids = await self._context.finish(reader.totals)
                     return
         raise RunnerGone("its answer broke off")
 
@@ -150,6 +159,7 @@ class TurnReply:
             time_ns=time.time_ns(),
             piece=piece,
             tool_calls=self._reader.tool_calls,
+            context=self._context_ids,
             total_ns=round(self.progress.elapsed_seconds() * NANOSECONDS),
             load_ns=round(load_seconds * NANOSECONDS),
         )

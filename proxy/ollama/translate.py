@@ -87,6 +87,7 @@ def final_reply(
     time_ns: int,
     piece: Piece,
     tool_calls: Sequence[ToolCall],
+    context: Sequence[int] | None = None,
     total_ns: int,
     load_ns: int,
 ) -> dict[str, Any]:
@@ -105,6 +106,8 @@ def final_reply(
     }
     logprobs = {"logprobs": piece.logprobs} if piece.logprobs else {}
     reply |= {"done": True, "done_reason": totals.done_reason}
+    if context:
+        reply["context"] = context
     given = {name: value for name, value in metrics.items() if value}
     in_order = (logprobs, given) if kind is ReplyKind.CHAT else (given, logprobs)
     return {**reply, **in_order[0], **in_order[1]}

@@ -301,7 +301,7 @@ def test_a_reply_is_cut_off_at_its_limit(served: Kvbus) -> None:
         ({"model": "muser", "tools": [WEATHER]}, "does not support tools"),
         (
             {"model": "thinker", "messages": [{**QUESTION, "content": TEXT * 2}]},
-            "the prompt is longer than the context length",
+            "exceeds the available context size",
         ),
     ],
 )

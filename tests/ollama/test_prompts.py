@@ -148,7 +148,7 @@ async def test_a_prompt_that_is_only_shown_may_be_too_long() -> None:
     shown = await prepared(model_that(), messages=[long], _debug_render_only=True)
     assert long["content"] in shown.text
     for model in (model_that(), model_that("thinks")):
-        with pytest.raises(RequestError, match="longer than the context length"):
+        with pytest.raises(RequestError, match="exceed_context_size_error"):
             await prepared(model, messages=[long])
 
 
@@ -168,6 +168,7 @@ def test_all_sampling_values_are_sent() -> None:
     """Nothing is left to llama-server's own defaults, which differ."""
     assert sampling_body() == {
         "n_predict": 90,
+        "n_keep": 4,
         "temperature": 0.8,
         "top_k": 40,
         "top_p": 0.9,
@@ -199,34 +200,3 @@ def test_values_are_put_into_the_engines_ranges() -> None:
     assert body["top_k"] == 2**31 - 1
     assert body["seed"] == 7
     assert body["stop"] == ["END"]
-
-
-@pytest.mark.parametrize(
-    ("num_ctx", "limit"), [(None, 4096), (0, 4096), (2048, 2048), (4096, 4096)]
-)
-def test_num_ctx_narrows_the_context(num_ctx: int | None, limit: int) -> None:
-    """A request may ask for less context than the slot has."""
-    options = SamplingOptions(num_ctx=num_ctx)
-    assert prompts.context_limit(options, context_tokens=4096) == limit
-
-
-def test_num_ctx_cannot_widen_the_context() -> None:
-    """Asking for more is refused, and the text names both numbers."""
-    with pytest.raises(RequestError, match=r"num_ctx 8192 .* 4096") as caught:
-        prompts.context_limit(SamplingOptions(num_ctx=8192), context_tokens=4096)
-    assert caught.value.status == 400
-
-
-def test_prompts_that_do_not_fit_are_refused() -> None:
-    """A prompt needs room for one token of reply; the text names both numbers."""
-    prompts.check_tokens_fit(9, limit=10)
-    with pytest.raises(RequestError, match=r"longer than the context length.* 10 .*10"):
-        prompts.check_tokens_fit(10, limit=10)
-
-
-def test_texts_that_cannot_fit_never_reach_the_tokenizer() -> None:
-    """The bytes alone can tell that a text is too long, whatever its tokens."""
-    prompts.check_text_fits("x" * 160, limit=10, longest_token_bytes=16)
-    prompts.check_text_fits("x" * 10**6, limit=10, longest_token_bytes=0)
-    with pytest.raises(RequestError, match=r"at least 11 tokens.* 10"):
-        prompts.check_text_fits("ä" * 81, limit=10, longest_token_bytes=16)

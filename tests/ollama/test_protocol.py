@@ -160,8 +160,6 @@ def test_generate_refuses_a_context_of_strings() -> None:
         ({"think": True}, '"Smol" does not support thinking'),
         ({"think": "low"}, '"Smol" does not support thinking'),
         ({"images": ["aGk="]}, '"Smol" does not support images'),
-        ({"template": "{{ .Prompt }}"}, "template is not supported here"),
-        ({"context": [1, 2]}, "context is not supported here"),
         ({"top_logprobs": 21}, "top_logprobs must be between 0 and 20"),
         ({"top_logprobs": -1}, "top_logprobs must be between 0 and 20"),
     ],

@@ -1,0 +1,155 @@
+"""Which prompts are too long, and what is left out of them.
+
+Rules:
+1. A prompt fits if it leaves room for one token of the reply.
+2. Of a conversation the oldest messages are dropped, as few as possible; system
+   messages and the last message stay. The number of renderings grows with the
+   logarithm of the number of messages.
+3. Of a single prompt, as in `/api/generate`, tokens are cut off: the first `num_keep`
+   stay, and of the rest the newest, so that about half of the context is free.
+4. What is refused is refused in the words that Ollama, or its runner, has for it.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+import orjson
+
+from proxy.errors import RequestError
+from proxy.ollama.options import SamplingOptions
+from proxy.prefix.hashing import TokenIds
+
+_GUESSES = 4
+"""After so many the place of the cut is searched by halving."""
+
+Message = TypeVar("Message")
+Attempt = TypeVar("Attempt")
+
+
+def context_limit(options: SamplingOptions, *, context_tokens: int) -> int:
+    """Tell how many tokens prompt and reply may have together.
+
+    `num_ctx` narrows what the slot holds (`context_tokens`); it cannot widen it.
+    Raises RequestError (400).
+    """
+    if options.num_ctx is None or options.num_ctx <= 0:
+        return context_tokens
+    if options.num_ctx > context_tokens:
+        raise RequestError(
+            400,
+            f"num_ctx {options.num_ctx} is larger than the context length that this "
+            f"model is served with, {context_tokens}: leave num_ctx out or lower it",
+        )
+    return options.num_ctx
+
+
+def least_tokens(text: str, *, longest_token_bytes: int) -> int:
+    """Tell how many tokens a text has at least; 0 where nobody knows.
+
+    Spares the tokenizer a text of megabytes.
+    """
+    if longest_token_bytes <= 0:
+        return 0
+    return -(-len(text.encode("utf-8", "replace")) // longest_token_bytes)
+
+
+def without_middle(text: str, *, limit: int, longest_token_bytes: int) -> str:
+    """Leave out of a very long text what will be cut off whatever its tokens are.
+
+    >>> without_middle("a" * 9 + "b" * 9, limit=2, longest_token_bytes=2)
+    'aaaabbbb'
+    """
+    span = limit * longest_token_bytes
+    return text if len(text) <= 2 * span else text[:span] + text[-span:]
+
+
+def fits(num_tokens: int, *, limit: int) -> bool:
+    """Tell whether a prompt leaves room for one token."""
+    return num_tokens < limit
+
+
+def exceeds_context(num_tokens: int, *, limit: int) -> RequestError:
+    """Make the error of a prompt that is too long: llama-server's own, as a string."""
+    error = {
+        "code": 400,
+        "message": f"request ({num_tokens} tokens) exceeds the available context size "
+        f"({limit} tokens), try increasing it",
+        "type": "exceed_context_size_error",
+        "n_prompt_tokens": num_tokens,
+        "n_ctx": limit,
+    }
+    return RequestError(400, orjson.dumps({"error": error}).decode())
+
+
+def must_not_be_cut() -> RequestError:
+    """Make the error of a prompt that is too long where `shift` is off."""
+    return RequestError(
+        400,
+        "the prompt is longer than the context length currently available to the "
+        "model; shorten the prompt, adjust the context length in settings, or use a "
+        "model with a longer context length",
+    )
+
+
+def cut_tokens(
+    token_ids: TokenIds, *, limit: int, num_keep: int, num_special: int
+) -> TokenIds:
+    """Cut a prompt that is too long: the first tokens and the newest stay.
+
+    `num_special` tokens at the beginning are kept besides `num_keep`; a negative
+    `num_keep` keeps as much of the beginning as there is room for.
+
+    >>> cut_tokens(np.arange(100), limit=20, num_keep=3, num_special=1).tolist()
+    [0, 1, 2, 3, 92, 93, 94, 95, 96, 97, 98, 99]
+    """
+    kept = (num_keep if num_keep >= 0 else len(token_ids)) + num_special
+    kept = min(kept, limit - 1)
+    room = max(1, room_for_prompt(limit, kept=kept))
+    return np.concatenate([token_ids[:kept], token_ids[len(token_ids) - room + kept :]])
+
+
+def room_for_prompt(limit: int, *, kept: int) -> int:
+    """Tell how long a prompt is after it was cut: half of what is not kept is free."""
+    return limit - max((limit - kept) // 2, 1)
+
+
+def without_oldest(
+    messages: Sequence[Message], num_dropped: int, is_system: Callable[[Message], bool]
+) -> list[Message]:
+    """Leave out the oldest messages, but for those of the system."""
+    dropped, kept = messages[:num_dropped], messages[num_dropped:]
+    return [*filter(is_system, dropped), *kept]
+
+
+async def drop_oldest(
+    attempt: Callable[[int], Awaitable[Attempt | None]],
+    *,
+    sizes: Sequence[int],
+    surplus: float,
+) -> Attempt | None:
+    """Find the fewest messages that have to be dropped, and what is left then.
+
+    `attempt(n)` says what comes of it without the first n, or None if that is too
+    long; without any it is. `sizes` are the lengths of the messages and `surplus` the
+    part of all of them that is too much, as far as is known: the search begins there.
+    None if even the last message is too long.
+    """
+    too_few, enough = 0, len(sizes)
+    found: Attempt | None = None
+    guess, excess = 0, sum(sizes) * surplus
+    while guess < len(sizes) and excess > 0:
+        excess -= sizes[guess]
+        guess += 1
+    number = 0
+    while enough - too_few > 1:
+        if number >= _GUESSES:
+            guess = (too_few + enough) // 2
+        num_dropped = min(max(guess, too_few + 1), enough - 1)
+        made = await attempt(num_dropped)
+        if made is None:
+            too_few, guess = num_dropped, num_dropped + 2**number
+        else:
+            found, enough, guess = made, num_dropped, num_dropped - 2**number
+        number += 1
+    return found

@@ -1,0 +1,121 @@
+"""What is too long, what is left out of it, and how soon that is found."""
+
+import doctest
+import json
+
+import numpy as np
+import pytest
+
+from proxy.errors import RequestError
+from proxy.ollama import fill_in, prompt_length
+from proxy.ollama.options import SamplingOptions
+from proxy.ollama.prompt_length import (
+    context_limit,
+    cut_tokens,
+    drop_oldest,
+    exceeds_context,
+    fits,
+    least_tokens,
+    without_oldest,
+)
+
+
+@pytest.mark.parametrize("module", [prompt_length, fill_in])
+def test_worked_examples(module: object) -> None:
+    """The examples in the docstrings hold."""
+    assert doctest.testmod(module, extraglobs={"np": np}).failed == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_ctx", "limit"), [(None, 4096), (0, 4096), (2048, 2048), (4096, 4096)]
+)
+def test_num_ctx_narrows_the_context(num_ctx: int | None, limit: int) -> None:
+    """A request may ask for less context than the slot has."""
+    options = SamplingOptions(num_ctx=num_ctx)
+    assert context_limit(options, context_tokens=4096) == limit
+
+
+def test_num_ctx_cannot_widen_the_context() -> None:
+    """Asking for more is refused, and the text names both numbers."""
+    with pytest.raises(RequestError, match=r"num_ctx 8192 .* 4096") as caught:
+        context_limit(SamplingOptions(num_ctx=8192), context_tokens=4096)
+    assert caught.value.status == 400
+
+
+def test_a_prompt_needs_room_for_one_token_of_reply() -> None:
+    """The context holds both."""
+    assert fits(9, limit=10)
+    assert not fits(10, limit=10)
+
+
+def test_the_bytes_alone_tell_that_a_text_is_too_long() -> None:
+    """No token stands for more bytes than the longest."""
+    assert least_tokens("x" * 160, longest_token_bytes=16) == 10
+    assert least_tokens("ä" * 81, longest_token_bytes=16) == 11
+    assert least_tokens("x" * 10**6, longest_token_bytes=0) == 0
+
+
+def test_the_error_is_that_of_llama_server_as_a_string() -> None:
+    """Clients of Ollama find JSON inside of the string."""
+    error = exceeds_context(3001, limit=2048)
+    assert error.status == 400
+    assert json.loads(error.message) == {
+        "error": {
+            "code": 400,
+            "message": "request (3001 tokens) exceeds the available context size (2048 "
+            "tokens), try increasing it",
+            "type": "exceed_context_size_error",
+            "n_prompt_tokens": 3001,
+            "n_ctx": 2048,
+        }
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_keep", "kept"), [(0, 1), (4, 5), (-1, 99), (500, 99), (98, 99)]
+)
+def test_a_cut_prompt_keeps_its_beginning_and_its_newest_tokens(
+    num_keep: int, kept: int
+) -> None:
+    """BOS and `num_keep` tokens stay, half of the rest is free, always one is."""
+    token_ids = np.arange(1000, dtype=np.int32)
+    cut = cut_tokens(token_ids, limit=100, num_keep=num_keep, num_special=1)
+    assert cut[:kept].tolist() == list(range(kept))
+    assert len(cut) == 100 - max((100 - kept) // 2, 1)
+    assert len(cut) == kept or cut[-1] == 999
+
+
+def test_the_system_and_what_is_newest_stay() -> None:
+    """Only messages of others are dropped."""
+    messages = ["s1", "u1", "s2", "u2", "u3"]
+    kept = without_oldest(messages, 3, lambda message: message.startswith("s"))
+    assert kept == ["s1", "s2", "u2", "u3"]
+
+
+@pytest.mark.parametrize("num_messages", [2, 3, 10, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.97, 0.999])
+@pytest.mark.parametrize("surplus", [0.0, 0.5, 1.0])
+async def test_few_attempts_find_the_fewest_messages_to_drop(
+    num_messages: int, share: float, surplus: float
+) -> None:
+    """However wrong the first guess is, a thousand messages cost a dozen attempts."""
+    needed = min(num_messages - 1, max(1, round(share * num_messages)))
+    attempts: list[int] = []
+
+    async def attempt(num_dropped: int) -> int | None:
+        attempts.append(num_dropped)
+        return num_dropped if num_dropped >= needed else None
+
+    sizes = [1] * num_messages
+    assert await drop_oldest(attempt, sizes=sizes, surplus=surplus) == needed
+    assert len(attempts) == len(set(attempts)) <= 4 + np.log2(num_messages) + 1
+
+
+async def test_a_last_message_that_is_too_long_is_not_found_a_place() -> None:
+    """Nothing is left to drop then."""
+
+    async def attempt(num_dropped: int) -> int | None:
+        return None
+
+    assert await drop_oldest(attempt, sizes=[1] * 9, surplus=0.5) is None
+    assert await drop_oldest(attempt, sizes=[1], surplus=0.5) is None
