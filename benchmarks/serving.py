@@ -191,8 +191,8 @@ class Generation:
         """Send it to a llama-server, with the sampling options that kvbus sends."""
         sampling = sampling_body(
             parse_options(self._options),
-            num_prompt_tokens=0,
             limit=1 << 20,
+            room=None,
         )
         body = {
             **sampling,

@@ -50,6 +50,9 @@ PATIENCE = 3
 
 EMBEDDINGS_REFUSAL = "it makes embeddings, which leave no KV to share"
 
+LONGEST_REPLY_CONTEXTS = 10
+"""Ollama's bound on replies that go on past the context."""
+
 LOG_TAIL_BYTES = 2000
 LAST_LINES = 2
 """Of the log of a process that did not start: our own, and the engine's before it."""
@@ -108,6 +111,8 @@ class EmbeddedOptions:
             "--flash-attn", self.flash_attention,
             *_OLLAMA_SAMPLING,
             "--alias", self.alias,
+            "--context-shift",
+            "--n-predict", str(LONGEST_REPLY_CONTEXTS * self.context_tokens),
             "--metrics",
             "--slots",
         ]  # fmt: skip

@@ -32,7 +32,8 @@ HARMLESS_FLAGS: Mapping[str, int] = {
     "--no-cache-idle-slots": 0, "--cache-idle-slots": 0, "--cont-batching": 0,
     "-cb": 0, "--mlock": 0, "--no-mmap": 0, "--mmap": 0, "--load-mode": 1,
     "--slot-prompt-similarity": 1, "-sps": 1, "--ctx-checkpoints": 1,
-    "--no-context-shift": 0, "--context-shift": 0, "--keep": 1, "--no-warmup": 0,
+    "--no-context-shift": 0, "--context-shift": 0, "--keep": 1, "-n": 1,
+    "--predict": 1, "--n-predict": 1, "--no-warmup": 0,
     "--warmup": 0, "--seed": 1, "-s": 1, "--temp": 1, "--top-p": 1, "--top-k": 1,
     "--min-p": 1, "--repeat-penalty": 1, "--reasoning-format": 1,
     "-mm": 1, "--mmproj": 1,
@@ -73,6 +74,18 @@ INEXACT_FLAGS = (
 def inexact_flags(arguments: Sequence[str]) -> str:
     """Return the first flag under which KV must not be shared at all, or ""."""
     return next((arg for arg in arguments if arg.startswith(INEXACT_FLAGS)), "")
+
+
+def shifts_context(arguments: Sequence[str]) -> bool:
+    """Tell whether a server shifts a context that is full.
+
+    >>> shifts_context(["--context-shift"]), shifts_context(["--port", "1"])
+    (True, False)
+    """
+    return any(
+        arg == "--context-shift" or arg.startswith("LLAMA_ARG_CONTEXT_SHIFT=")
+        for arg in arguments
+    )
 
 
 def rope_context(

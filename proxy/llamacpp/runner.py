@@ -35,6 +35,7 @@ from proxy.llamacpp.fingerprint import (
     inexact_flags,
     kv_flags,
     rope_context,
+    shifts_context,
 )
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.props import RunnerProps, read_props
@@ -129,6 +130,8 @@ class Runner:
         """Set while a turn could not reach it and its owner has not seen to it."""
         self.parked = asyncio.Event()
         """Set while its process shall not run."""
+        self.shifts_context = False
+        """Whether it goes on with a reply when the context is full."""
         self.vram_bytes = 0
         """Device memory that its process took when it loaded."""
         self._wanted = asyncio.Event()
@@ -257,6 +260,7 @@ class Runner:
         self._is_same_process = is_same_process
         self.pid = pid
         self.vram_bytes = vram_bytes
+        self.shifts_context = shifts_context(flags)
         self.num_slots, self.context_tokens = _read_props(props)
         self.props = read_props(props)
         self.close_files()

@@ -102,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(sampling.flag, type=sampling.kind, metavar="N")
     parser.add_argument("--mmproj", type=Path, help="projector, for images")
     parser.add_argument("--context-shift", action="store_true")
+    parser.add_argument("--n-predict", type=int, default=-1, help="at most, a reply")
     parser.add_argument("--metrics", action="store_true")
     parser.add_argument("--slots", action="store_true")
     parser.add_argument("--kv-unified", action="store_true")
@@ -324,6 +325,7 @@ def _apply(options: argparse.Namespace, params: Any, xllamacpp: Any) -> None:  #
     if options.mmproj is not None:
         params.mmproj.path = str(options.mmproj)
     params.ctx_shift = options.context_shift
+    params.n_predict = options.n_predict
     params.endpoint_metrics = options.metrics
     params.endpoint_slots = options.slots
     # a slot keeps what was restored into it, whatever other slots do

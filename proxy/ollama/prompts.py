@@ -6,8 +6,8 @@ Rules:
    which renders the prompt itself; the token ids are then those of the same rendering.
    So do images, whose tokens nobody else can tell: their KV is not shared.
 2. Sampling values are always sent; llama-server's own defaults are others.
-3. A reply is bounded: prompt and reply together never exceed the context, so the
-   engine never shifts it.
+3. A reply is bounded: by the context without `shift`, else by ten times the context,
+   where the runner shifts it. One that does not ends the reply with the context.
 4. Thinking of earlier messages is left out, as Ollama leaves it out for models whose
    template is their own.
 """
@@ -43,6 +43,9 @@ from proxy.ollama.reply_context import ReplyContext, special_start
 from proxy.prefix.hashing import TokenIds
 
 _INT32_LIMIT = 2**31 - 1
+_LONGEST_REPLY_CONTEXTS = 10
+_UNSHIFTED = "deepseek2"
+"""The architecture whose context Ollama does not shift unless asked to."""
 _CUTS_THINKING_OFF = "qwen3"
 """The architecture for which Ollama does so, whatever the template does."""
 _WITHOUT_MAX = "gpt-oss"
@@ -83,29 +86,33 @@ async def prepare(
     """
     json_schema = parse_format(wanted.format)
     limit = context_limit(options, context_tokens=model.context_tokens)
+    shifts = wanted.shift
+    if shifts is None:
+        shifts = model.facts.architecture != _UNSHIFTED
     is_chat = _needs_parsing(wanted, model)
     fields = _chat_fields(wanted, model)
     if is_chat and json_schema is not None:
         # some templates show the schema to the model
         fields["response_format"] = _response_format(json_schema)
     if wanted.has_images and not wanted.debug_render_only:
-        body = sampling_body(options, num_prompt_tokens=0, limit=limit)
+        body = sampling_body(options, limit=limit, room=None if shifts else limit)
         body |= _chat_body(wanted, fields)
         return Prompt(
             text="", path=CHAT_PATH, token_ids=NO_TOKENS, body=body, is_text=False
         )
     can_cut = isinstance(wanted, GenerateRequest) and wanted.truncate and not is_chat
-    room = Room(limit, may_cut=can_cut and wanted.shift)
+    room = Room(limit, may_cut=can_cut and shifts)
     written = await _write(wanted, model, fields, room)
     if wanted.debug_render_only:
         return Prompt(text=written.text, token_ids=NO_TOKENS, body={})
     if not fits(written.num_tokens, limit=limit):
-        if can_cut and not wanted.shift:
+        if can_cut and not shifts:
             raise must_not_be_cut()
         if not room.may_cut:
             raise exceeds_context(written.num_tokens, limit=limit)
         written = await _cut(written, model, options=options, limit=limit)
-    body = sampling_body(options, num_prompt_tokens=written.num_tokens, limit=limit)
+    left = None if shifts else limit - written.num_tokens
+    body = sampling_body(options, limit=limit, room=left)
     if is_chat:
         body |= _chat_body(wanted, {**fields, "messages": written.messages})
     else:
@@ -261,14 +268,18 @@ def _response_format(json_schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_body(
-    options: SamplingOptions, *, num_prompt_tokens: int, limit: int
+    options: SamplingOptions, *, limit: int, room: int | None
 ) -> dict[str, Any]:
-    """Make what the bodies of both routes say of sampling and of the reply's length."""
-    room = limit - num_prompt_tokens
+    """Make what the bodies of both routes say of sampling and of the reply's length.
+
+    `limit` is the context in tokens; `room` what the prompt leaves of it, None where
+    the reply may go on past it.
+    """
     # Ollama takes 0 for "no limit" as well: it leaves a zero out of the body.
-    wanted = options.num_predict if options.num_predict > 0 else room
+    most = _LONGEST_REPLY_CONTEXTS * limit
+    wanted = options.num_predict if 0 < options.num_predict < most else most
     return {
-        "n_predict": min(wanted, room),
+        "n_predict": wanted if room is None else min(wanted, room),
         "n_keep": _as_int32(options.num_keep),
         "temperature": options.temperature,
         "top_k": _as_int32(options.top_k),

@@ -5,8 +5,8 @@ Rules:
    do) is checked after it was found, see `abilities`. Types of options and the format
    come last: Ollama reports errors in this order.
 2. Fields that Ollama does not know are ignored, as it does.
-3. `shift` decides only whether a single prompt that does not fit may be cut: a reply
-   ends where the context does.
+3. `shift` decides whether a single prompt that does not fit may be cut, and whether a
+   reply goes on past the context. Where it is not given, that depends on the model.
 4. `thinking` of earlier messages is dropped, as Ollama drops it for models whose
    template is their own.
 """
@@ -45,8 +45,9 @@ class InferenceRequest:
     debug_render_only: bool
     truncate: bool
     """Whether what does not fit may be left out of the prompt."""
-    shift: bool
-    """Whether the beginning of a single prompt may be cut off."""
+    shift: bool | None
+    """Whether the beginning of what the model reads may be left out: of a single
+    prompt, and while it replies. None: as is usual for the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +218,7 @@ def _common_fields(fields: Fields) -> dict[str, Any]:
         "top_logprobs": fields.integer("top_logprobs"),
         "debug_render_only": fields.flag("_debug_render_only"),
         "truncate": fields.flag("truncate", default=True),
-        "shift": fields.flag("shift", default=True),
+        "shift": None if fields.anything("shift") is None else fields.flag("shift"),
     }
 
 

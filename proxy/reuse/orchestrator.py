@@ -6,7 +6,8 @@ Rules:
    without it.
 2. A slot is leased from before its restore until its save ended, was skipped, or took
    longer than its bound. What is read from a saved file happens after the lease.
-3. An answer that is incomplete, or whose context was shifted, is never committed.
+3. An answer that is incomplete, or whose context was shifted, is never committed. A
+   slot that was shifted, or may have been, is emptied before its next use.
 4. A turn whose runner died before the first word of its answer moves to another slot,
    until `MAX_DEATHS` runners have died under it.
 5. Nothing is reused that another namespace left, in the store or in a slot.
@@ -47,6 +48,7 @@ from proxy.reuse.plan import (
 )
 from proxy.reuse.request_log import RequestLog
 from proxy.reuse.restoring import Restorer
+from proxy.reuse.shifts import may_have_shifted
 from proxy.reuse.slots import NO_TOKENS, Slot
 from proxy.reuse.switch import SharingSwitch
 from proxy.reuse.trace import NO_PLAN, RUNNING, CommitReport, TurnTrace
@@ -270,6 +272,8 @@ class Orchestrator:
         if totals is None:
             if trace.result == RUNNING:
                 trace.result = "cancelled"
+            if may_have_shifted(turn):
+                turn.slot.forget()
             model.pool.release(turn.slot)
         else:
             trace.result = "complete"
@@ -295,7 +299,9 @@ class Orchestrator:
         is_shifted = totals.is_shifted
         if is_shifted is None:
             is_shifted = num_tokens + 1 >= slot.runner.context_tokens
-        if is_shifted or len(prompt_ids) != totals.prompt_tokens:
+        if is_shifted and slot.runner.shifts_context:
+            slot.forget()
+        elif is_shifted or len(prompt_ids) != totals.prompt_tokens:
             slot.token_ids = NO_TOKENS  # not known any more
         else:
             slot.token_ids = np.concatenate([prompt_ids, turn.reply_ids()])
@@ -335,7 +341,7 @@ def _are_blocks_too_large(request: RequestedTurn, sharing: Sharing) -> bool:
 
 
 async def _empty(turn: ActiveTurn) -> None:
-    """Erase what another namespace left in a slot.
+    """Erase what another namespace, or a shift of the context, left in a slot.
 
     Where that does not work the engine is told not to reuse it; all of its routes but
     Anthropic's obey.

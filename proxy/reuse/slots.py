@@ -43,9 +43,14 @@ class Slot:
     runner: Runner
     slot_id: int
     token_ids: TokenIds = field(default_factory=lambda: NO_TOKENS)
-    namespace: str = field(default="", repr=False)
+    namespace: str | None = field(default="", repr=False)
+    """None: what it holds must not be reused by anybody."""
     is_leased: bool = False
     last_used: int = 0
+
+    def forget(self) -> None:
+        """Let nobody reuse what it holds, whatever that is."""
+        self.namespace, self.token_ids = None, NO_TOKENS
 
     def shared_tokens(self, token_ids: TokenIds, namespace: str) -> int:
         """Return how many leading tokens of a prompt it holds for a namespace."""

@@ -44,6 +44,10 @@ class ActiveTurn:
     keeps_slot: bool = True
     """Whether the engine may reuse what the slot holds."""
     generated: list[int] = field(default_factory=list)
+    num_events: int = 0
+    """Of a streamed answer, so far."""
+    is_refused: bool = False
+    """Whether the runner answered with an error."""
     totals: EngineTotals | None = None
 
     @property
@@ -82,6 +86,7 @@ class ActiveTurn:
                     self.totals = read_event(event)
                 else:
                     self.generated += event.get("tokens", ())
+                self.num_events += 1
                 yield event
                 if self.totals is not None:
                     return
@@ -149,6 +154,11 @@ class ActiveTurn:
     def is_prompt_exact(self) -> bool:
         """Whether the engine is given token ids, and not something to render."""
         return self.request.path == COMPLETION_PATH
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer comes in events while it is generated."""
+        return self.is_prompt_exact or bool(self.request.body.get("stream", True))
 
     def reply_ids(self) -> TokenIds:
         """Return the ids of the reply that are in the slot; none where one is unknown.
@@ -224,8 +234,10 @@ class RelayedAnswer:
         """
         scanner = TotalsScanner()
         is_read = self._answer.is_event_stream or self.status == OK_STATUS
+        self._turn.is_refused = self.status != OK_STATUS
         chunk = self._first
         while chunk:
+            self._turn.num_events += 1
             if is_read:
                 scanner.feed(chunk)
                 self._turn.totals = scanner.totals

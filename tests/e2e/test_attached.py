@@ -20,6 +20,7 @@ def llama_server(
     *flags: str,
     port: int = 0,
     alias: str = "given",
+    context_tokens: int = 8192,
     shows_slots: bool = True,
 ) -> Iterator[str]:
     """Run a llama-server with a slot directory; gives its URL."""
@@ -29,7 +30,8 @@ def llama_server(
             [
                 sys.executable, "-m", "proxy.llamacpp.server",
                 "--model", str(model), "--alias", alias,
-                "--host", "127.0.0.1", "--port", str(port), "--ctx-size", "8192",
+                "--host", "127.0.0.1", "--port", str(port),
+                "--ctx-size", str(context_tokens),
                 "--slot-save-path", slots, "--threads", "1", *flags,
             ],
             stdout=subprocess.PIPE,

@@ -184,6 +184,26 @@ def test_sampling_defaults_are_those_of_the_command_line(tmp_path: Path) -> None
     assert own["temperature"] == 0.125
 
 
+def test_a_context_that_may_shift_holds_the_same_kv(tmp_path: Path) -> None:
+    """The flag changes no byte of a slot; `--n-predict` holds where nothing is said."""
+    model = write_tiny_model(tmp_path / "m.gguf", seed=2, is_endless=True)
+    prompt = list(range(3, 203))
+    saved = []
+    for flags in ((), ("--context-shift", "--n-predict", "700")):
+        with running(model, *flags, ctx_size=512, parallel=1) as runner:
+            runner.complete(prompt, slot=0, num_tokens=40)
+            saved.append(runner.save(0, "a").read_bytes())
+            runner.restore(0, "a")
+            body = {"prompt": prompt, "id_slot": 0, "cache_prompt": True, "n_keep": 9}
+            timings = runner.post("/completion", **body)["timings"]
+            assert timings["cache_n"] == len(prompt) - 1
+            assert timings["predicted_n"] == (700 if flags else 512 - len(prompt))
+            if flags:  # what is reused of a shifted slot is what was kept
+                _, reused = runner.complete(prompt, slot=0, num_tokens=1)
+                assert reused == 9
+    assert saved[0] == saved[1]
+
+
 def test_slots_keep_what_they_hold(runner: Runner) -> None:
     """A slot that was filled is not emptied by what another slot does."""
     prompt = list(range(3, 90))

@@ -61,7 +61,7 @@ async def test_the_engine_parses_where_it_has_to(
     assert prompt.path == path
     assert "".join(map(chr, prompt.token_ids)) == prompt.text
     assert ("messages" in prompt.body) == (path == CHAT_PATH)
-    assert prompt.body["n_predict"] == 4096 - len(prompt.token_ids)
+    assert prompt.body["n_predict"] == 10 * 4096
     assert not {"prompt", "id_slot", "cache_prompt", "stream"} & set(prompt.body)
 
 
@@ -157,11 +157,9 @@ def test_worked_example() -> None:
     assert doctest.testmod(prompts).failed == 0
 
 
-def sampling_body(limit: int = 100, **options: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Build the body for a prompt of ten tokens."""
-    return prompts.sampling_body(
-        SamplingOptions(**options), num_prompt_tokens=10, limit=limit
-    )
+def sampling_body(room: int | None = 90, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Build the body for a prompt of ten tokens in a context of a hundred."""
+    return prompts.sampling_body(SamplingOptions(**options), limit=100, room=room)
 
 
 def test_all_sampling_values_are_sent() -> None:
@@ -189,6 +187,33 @@ def test_all_sampling_values_are_sent() -> None:
 def test_a_reply_ends_with_the_context(num_predict: int, sent: int) -> None:
     """However many tokens are wanted, prompt and reply fit into the context."""
     assert sampling_body(num_predict=num_predict)["n_predict"] == sent
+
+
+@pytest.mark.parametrize(
+    ("num_predict", "sent"), [(-1, 1000), (0, 1000), (5, 5), (999, 999), (1001, 1000)]
+)
+def test_a_reply_goes_on_past_the_context(num_predict: int, sent: int) -> None:
+    """Where the context may be shifted ten times the context is the bound."""
+    assert sampling_body(None, num_predict=num_predict)["n_predict"] == sent
+
+
+@pytest.mark.parametrize(
+    ("shift", "architecture", "shifts"),
+    [
+        (None, "llama", True),
+        (False, "llama", False),
+        (None, "deepseek2", False),
+        (True, "deepseek2", True),
+    ],
+)
+async def test_who_shifts(shift: bool | None, architecture: str, shifts: bool) -> None:
+    """Where a request does not say, all do but one architecture."""
+    model = ScriptedModel(facts=replace(FACTS, architecture=architecture))
+    body = json.dumps({"model": "smol", "prompt": "Hi", "shift": shift}).encode()
+    options = SamplingOptions(num_predict=50_000)
+    prompt = await prompts.prepare(parse_generate(body), model, options=options)
+    room = model.context_tokens - len(prompt.token_ids)
+    assert prompt.body["n_predict"] == (10 * model.context_tokens if shifts else room)
 
 
 def test_values_are_put_into_the_engines_ranges() -> None:
