@@ -310,13 +310,6 @@ def _say_what_differs(files: ModelFiles) -> None:
             f"{', '.join(modelfile.needs_ollama)} is a part of Ollama: the model file's"
             " chat template is used instead",
         )
-    elif modelfile.template and not files.facts.chat_template:
-        logger.warning(
-            "event=model.prompt model=%s reason=%r",
-            modelfile.source,
-            "the model's file has no chat template, and Ollama's TEMPLATE is not"
-            " evaluated: the engine's own (chatml) is used instead",
-        )
 
 
 def _resolve(seen: "asyncio.Future[None]") -> None:

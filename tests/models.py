@@ -19,10 +19,12 @@ Architecture = Literal[
     "llama", "qwen2", "qwen2vl", "qwen3", "gemma3", "deepseek2", "lfm2", "mamba"
 ]
 Tokenizer = Literal["bpe", "spm"]
+FillNames = Literal["present", "older", "texts"]
 
 HEAD_DIM = 32
 SLIDING_WINDOW = 64  # gemma3
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+FILL_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 USER_DEFINED_TOKENS = ("<tool_call>", "</tool_call>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n'"
@@ -63,6 +65,8 @@ def write_tiny_model(
     is_endless: bool = False,
     longrope_tokens: int = 0,
     recommended_temperature: float | None = None,
+    fills_in: FillNames | None = None,
+    has_chat_template: bool = True,
 ) -> Path:
     """Write a random model of `architecture`; the same arguments give the same file.
 
@@ -71,11 +75,17 @@ def write_tiny_model(
     layer is n_head_kv * 32 elements, for K and V each (deepseek2 apart). An endless
     model never chooses a control token, so its greedy text ends at no length. With
     `longrope_tokens` RoPE has other factors in contexts that are longer than that. The
-    engine samples with a `recommended_temperature` where nobody says otherwise.
+    engine samples with a `recommended_temperature` where nobody says otherwise. The
+    tokens of fill-in-the-middle, if there are any, are named by the file, in the
+    present or the older way, or known by their texts alone.
     """
     n_head = n_embd // HEAD_DIM
     num_layers = n_layer or (6 if architecture == "gemma3" else 2)
     tokens, types, scores, merges = _vocabulary(tokenizer)
+    if fills_in is not None:
+        tokens = [*tokens, *FILL_TOKENS]
+        types = [*types, *[int(gguf.TokenType.CONTROL)] * len(FILL_TOKENS)]
+        scores = [*scores, *[0.0] * len(FILL_TOKENS)]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(f"Tiny {architecture} {seed}")
     writer.add_license("apache-2.0")
@@ -110,6 +120,10 @@ def write_tiny_model(
     if longrope_tokens:
         _add_longrope(writer, longrope_tokens)
     _add_tokenizer(writer, tokenizer, tokens, types, scores, merges, add_bos)
+    if fills_in is not None:
+        _name_fill_tokens(writer, fills_in, first=len(tokens) - len(FILL_TOKENS))
+    if has_chat_template:
+        writer.add_chat_template(CHAT_TEMPLATE)
     random = np.random.default_rng(seed)
     for name, shape in shapes.items():
         suffix = "" if name.endswith((".bias", "ssm_a", "ssm_d")) else ".weight"
@@ -308,7 +322,16 @@ def _add_tokenizer(
     writer.add_bos_token_id(tokens.index(CONTROL_TOKENS[0]))
     writer.add_eos_token_id(tokens.index(CONTROL_TOKENS[2]))
     writer.add_add_bos_token(add_bos)
-    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _name_fill_tokens(writer: gguf.GGUFWriter, names: FillNames, *, first: int) -> None:
+    of_names = {
+        "present": ("fim_pre", "fim_suf", "fim_mid"),
+        "older": ("prefix", "suffix", "middle"),
+        "texts": (),
+    }
+    for token_id, name in enumerate(of_names[names], first):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token_id)
 
 
 @functools.cache

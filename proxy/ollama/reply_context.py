@@ -95,7 +95,7 @@ class ReplyContext:
 
     def _thinking(self) -> Sequence[str]:
         """Write the thinking as the model has written it, as far as that is known."""
-        thought = "".join(self._thought)
+        thought = "".join(self._thought).strip()
         template = (self._model.props or self._model.facts).chat_template
         for opening, closing in _THINKING_MARKS:
             if thought and closing in template:
