@@ -7,13 +7,16 @@ Rules:
 3. What it took is learned from, also where it was given up.
 """
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any
 
 from proxy.blocks import BlockKey, Fingerprint
 from proxy.errors import SlotError, StoreError, StoreTimeout
 from proxy.llamacpp import state
 from proxy.llamacpp.runner import Sharing
+from proxy.llamacpp.slot_files import RestoreFile
 from proxy.metrics import Metrics
 from proxy.prefix.hashing import TokenIds
 from proxy.reuse.arbiter import CostModel
@@ -54,17 +57,21 @@ class Restorer:
         started = time.monotonic()
         predicted = costs.fetch(num_bytes)
         try:
-            file.write(state.frame_parts(sharing.layout, token_ids))
             with trace.stage("fetch"):
-                arrived = await self._store.get_into(
-                    file.fd,
-                    state.block_layout_for(
-                        sharing.layout, num_tokens, block_size=sharing.block_size
-                    ),
-                    [BlockRef(key, index) for index, key in enumerate(keys)],
-                    fingerprint=fingerprint,
-                    deadline_seconds=max(
-                        MIN_FETCH_DEADLINE_SECONDS, FETCH_DEADLINE_FACTOR * predicted
+                arrived = await fill(
+                    file,
+                    state.frame_parts(sharing.layout, token_ids),
+                    self._store.get_into(
+                        file.fd,
+                        state.block_layout_for(
+                            sharing.layout, num_tokens, block_size=sharing.block_size
+                        ),
+                        [BlockRef(key, index) for index, key in enumerate(keys)],
+                        fingerprint=fingerprint,
+                        deadline_seconds=max(
+                            MIN_FETCH_DEADLINE_SECONDS,
+                            FETCH_DEADLINE_FACTOR * predicted,
+                        ),
                     ),
                 )
             fetched = time.monotonic()
@@ -93,6 +100,24 @@ class Restorer:
             load_seconds=loaded - fetched,
             now=loaded,
         )
+
+
+async def fill(
+    file: RestoreFile,
+    frame: Iterable[tuple[int, bytes]],
+    fetch: Coroutine[Any, Any, list[bool]],
+) -> list[bool]:
+    """Fetch blocks into a file, and write its frame while they come.
+
+    Returns which blocks have arrived. Raises SlotError, StoreError.
+    """
+    fetching = asyncio.ensure_future(fetch)
+    try:
+        await asyncio.sleep(0)  # in which the store is asked
+        file.write(frame)
+        return await fetching
+    finally:
+        fetching.cancel()
 
 
 async def _load_slot(slot: Slot, name: str, token_ids: TokenIds) -> None:
