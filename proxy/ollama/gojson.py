@@ -8,6 +8,8 @@ Clients and their tests were written against Go's decoder, so its rules are kept
 3. Field names match in any case; unknown fields are ignored; null is "not given".
    Of two fields of one name the later one counts.
 4. A value of the wrong type is refused with Go's text, which names the field.
+5. What is nested deeper than `MAX_DEPTH` is refused in Go's words. Go's own bound is
+   10,000, but such a value could not be written down again.
 
 Worked example:
 
@@ -26,8 +28,12 @@ import orjson
 
 from proxy.errors import RequestError
 
+MAX_DEPTH = 200
+"""The JSON writer ends at 254, and what is sent on stands a few levels deeper."""
+
 _MISSING_BODY = "missing request body"
 _UNEXPECTED_END = "unexpected EOF"
+_TOO_DEEP = "exceeded max depth"
 
 # Texts of Python's decoder, and where Go says that the character stands.
 _PLACES = (
@@ -52,8 +58,26 @@ def decode(body: bytes) -> object:
     try:
         value: object = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return _decode_as_go(body)
+        value = _decode_as_go(body)
+    # counting spares most bodies the look at each of their values
+    if body.count(b"{") + body.count(b"[") > MAX_DEPTH and is_too_deep(value):
+        raise RequestError(400, _TOO_DEEP)
     return value
+
+
+def is_too_deep(value: object) -> bool:
+    """Tell whether a decoded value is nested deeper than `MAX_DEPTH`."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _decode_as_go(body: bytes) -> object:
@@ -69,7 +93,7 @@ def _decode_as_go(body: bytes) -> object:
     except json.JSONDecodeError as exc:
         raise RequestError(400, _syntax_text(exc)) from exc
     except RecursionError as exc:
-        raise RequestError(400, "exceeded max depth") from exc
+        raise RequestError(400, _TOO_DEEP) from exc
 
 
 def _read_integer(digits: str) -> int | float:

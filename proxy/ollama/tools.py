@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 
 from proxy.errors import UpstreamError
-from proxy.ollama.gojson import Fields
+from proxy.ollama.gojson import Fields, is_too_deep
 
 _STRUCT = "ChatRequest"
 
@@ -169,7 +169,7 @@ class CallCollector:
                 arguments = orjson.loads(call.arguments.strip() or "{}")
             except orjson.JSONDecodeError:
                 arguments = None
-            if isinstance(arguments, dict):
+            if isinstance(arguments, dict) and not is_too_deep(arguments):
                 finished.append(
                     ToolCall(
                         call_id=call.call_id,

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from proxy.ollama.gojson import is_too_deep
 from proxy.v1.failures import Dialect, error_object
 from proxy.v1.translators import event, is_comment, read_events
 
@@ -172,9 +173,9 @@ def _blocks(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Read the arguments of a call; those that broke off at a limit are none."""
+    """Read the arguments of a call; those that broke off, or go too deep, are none."""
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return {}
-    return value if isinstance(value, dict) else {}
+    return value if isinstance(value, dict) and not is_too_deep(value) else {}

@@ -2,11 +2,12 @@
 
 import doctest
 
+import orjson
 import pytest
 
 from proxy.errors import RequestError
 from proxy.ollama import gojson
-from proxy.ollama.gojson import Fields, decode
+from proxy.ollama.gojson import MAX_DEPTH, Fields, decode
 
 
 def refusal(body: bytes) -> str:
@@ -89,6 +90,16 @@ def test_only_objects_have_fields(value: object, text: str) -> None:
     with pytest.raises(RequestError) as caught:
         Fields.of(value, "ChatRequest")
     assert caught.value.message == text
+
+
+@pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])
+def test_what_is_read_can_be_written(opening: bytes, closing: bytes) -> None:
+    """The deepest value that is read can be written down; one level more is refused."""
+    deepest = opening * MAX_DEPTH + b"1" + closing * MAX_DEPTH
+    assert orjson.loads(orjson.dumps([[decode(deepest)]])) == [[decode(deepest)]]
+    beside = b'{"a":%b,"b":[[1],[2]]}'
+    assert refusal(beside % deepest) == "exceeded max depth"
+    assert decode(b"[%b]" % b",".join([b"[[[1]]]"] * 1000)) == [[[[1]]]] * 1000
 
 
 def test_worked_example() -> None:
