@@ -192,6 +192,7 @@ def _model_status(model: Model) -> dict[str, Any]:
             {
                 "id": runner.runner_id,
                 "ready": runner.is_ready,
+                "parked": runner.parked.is_set(),
                 "pid": runner.pid,
                 "context_tokens": runner.context_tokens,
                 "sharing": runner.sharing is not None,

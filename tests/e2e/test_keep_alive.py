@@ -58,6 +58,8 @@ def test_a_conversation_goes_on_after_an_unload(
     assert ask(kvbus, keep_alive=0)["done_reason"] == "unload"
     assert not any(map(is_alive, [*processes, *engines]))
     assert loaded(kvbus) == {}
+    (model,) = kvbus.status()["models"]
+    assert [(r["ready"], r["parked"]) for r in model["runners"]] == [(False, True)] * 2
     assert httpx.get(f"{kvbus.url}/healthz", trust_env=False).status_code == 200
     assert kvbus.metric("kvbus_commits_total") == 1
     assert ask(kvbus, keep_alive=0)["done_reason"] == "unload"  # twice is once
@@ -122,14 +124,14 @@ def test_requests_in_flight_finish_before_an_unload(
 ) -> None:
     """Unloading answers at once, and ends nothing that is being answered."""
     kvbus.start(
-        "--model", f"tiny={models['endless']}", "--store", "none", "--ctx", "4096"
+        "--model", f"tiny={models['endless']}", "--store", "none", "--ctx", "32768"
     )
     begun, lines = threading.Event(), list[str]()
 
     def stream() -> None:
         body = {
             "model": "tiny", "prompt": "Go on", "raw": True,
-            "options": {"num_predict": 3000, "temperature": 0},
+            "options": {"num_predict": 12_000, "temperature": 0},
         }  # fmt: skip
         url = f"{kvbus.url}/api/generate"
         with httpx.stream(
@@ -148,7 +150,7 @@ def test_requests_in_flight_finish_before_an_unload(
     finally:
         reader.join(60)
     assert '"done":true' in lines[-1]
-    assert '"eval_count":3000' in lines[-1]
+    assert '"eval_count":12000' in lines[-1]
     kvbus.wait(lambda: not loaded(kvbus), what="the unloading")
 
 

@@ -5,6 +5,7 @@ is scripted. Each quirk is an attribute, named after what has been reported of r
 servers.
 """
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -51,6 +52,9 @@ class FakeLlamaServer:
         """n_restored is smaller than what was in the file."""
         self.saves_nothing = False
         """n_written 0 and no file."""
+        self.may_save = asyncio.Event()
+        self.may_save.set()
+        """Cleared, a save takes until it is set."""
         self.saves_other_tokens = False
         """Another task has got at the slot before the save."""
         self.has_no_timings = False
@@ -157,6 +161,7 @@ class FakeLlamaServer:
             self.tokens = []
             return web.json_response({"id_slot": 0, "n_erased": 0})
         if action == "save":
+            await self.may_save.wait()
             return self._save(self.slot_directory / name)
         return self._restore(self.slot_directory / name)
 
