@@ -29,6 +29,7 @@ from proxy.ollama.gotemplate_values import (
 MAX_STEPS = 1_000_000
 MAX_TEXT_CHARS = 1 << 24
 _CHARS_OF_A_STEP = 256
+_STEPS_OF_JSON = 16
 
 _TYPESCRIPT = {
     "string": "string", "number": "number", "integer": "number", "boolean": "boolean",
@@ -247,6 +248,7 @@ def _printf(budget: Budget, args: Arguments) -> str:
 
 
 def _json(budget: Budget, args: Arguments) -> str:
+    budget.step(_STEPS_OF_JSON)
     return budget.make(write_json(args[0]))
 
 
