@@ -20,6 +20,7 @@ from proxy.llamacpp.embeddings import is_embedding_model
 from proxy.ollama.backend import ServedModel
 from proxy.ollama.fill_in import fill_tokens
 from proxy.ollama.model_template import reads
+from proxy.ollama.modelfile import own_template
 from proxy.ollama.protocol import ChatRequest, GenerateRequest, quoted
 
 
@@ -67,6 +68,8 @@ def is_able(model: ServedModel, ability: Ability) -> bool:
             return fill_tokens(facts) is not None or reads(
                 model.modelfile.template, "suffix"
             )
+        case Ability.TOOLS | Ability.THINKING if own_template(model):
+            return False  # the engine parses replies by its chat template only
         case Ability.TOOLS:
             return props.renders_tools if props else mentions_tools(facts.chat_template)
         case Ability.THINKING:

@@ -19,7 +19,7 @@ from typing import Any
 from proxy.ollama.abilities import Ability, is_able
 from proxy.ollama.backend import CHAT_PATH, COMPLETION_PATH, ServedModel
 from proxy.ollama.events import EventReader
-from proxy.ollama.modelfile import with_messages
+from proxy.ollama.modelfile import own_template, with_messages
 from proxy.ollama.options import SamplingOptions
 from proxy.ollama.prompt_length import (
     context_limit,
@@ -190,6 +190,8 @@ def _needs_parsing(wanted: GenerateRequest | ChatRequest, model: ServedModel) ->
         return False
     if wanted.has_images:
         return True
+    if own_template(model):
+        return False
     if isinstance(wanted, ChatRequest) and wanted.is_about_tools:
         return True
     return is_able(model, Ability.THINKING)

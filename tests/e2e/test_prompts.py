@@ -255,6 +255,12 @@ def test_the_models_own_template_makes_the_prompts(served: Kvbus) -> None:
         {"model": "told", "messages": messages, "stream": False},
     ).json()
     assert answer["prompt_eval_count"] > 20
+    tool = {"type": "function", "function": {"name": "now"}}
+    for fields, says in (({"tools": [tool]}, "tools"), ({"think": True}, "thinking")):
+        body = {"model": "told", "messages": messages, **fields}
+        refused = served.post("/api/chat", body)
+        assert refused.status_code == 400
+        assert refused.json()["error"].endswith(f"does not support {says}")
 
 
 @pytest.mark.parametrize("name", ["fills", "told"])
