@@ -40,11 +40,12 @@ from proxy.store.envelope import HEADER_BYTES, Bytes
 from proxy.store.mooncake import MAX_BLOCKS, MAX_PIECES, name_of
 from proxy.store.mooncake_watch import MooncakeWatch
 from proxy.store.options import StoreOptions
-from proxy.store.slotview import SlotView
+from proxy.store.slotview import SlotView, part_bytes_for
 from proxy.store.supervisor import StoreSupervisor
 
 LAYERS, PIECE_BYTES = 28, 32 * 1024
 BLOCK_BYTES = 2 * LAYERS * PIECE_BYTES
+PART_BYTES = part_bytes_for(1)
 FINGERPRINT = Fingerprint(b"b" * 32)
 Rates = dict[str, list[float]]
 
@@ -109,7 +110,10 @@ async def measure(
     total = num_blocks * BLOCK_BYTES
     save_fd, save = make_file(layout.end)
     slot_fd, slot = make_file(layout.end)
-    view, staging = SlotView(slot, layout), np.zeros(64 * BLOCK_BYTES, dtype=np.uint8)
+    view, staging = (
+        SlotView(slot, layout, part_bytes=PART_BYTES),
+        np.zeros(64 * BLOCK_BYTES, dtype=np.uint8),
+    )
     rates: Rates = {}
     supervisors: dict[int, StoreSupervisor] = {}
     for count in threads:
@@ -170,7 +174,7 @@ def measure_inside(folder: Path, num_blocks: int, rounds: int) -> Rates:
     total = num_blocks * BLOCK_BYTES
     _, save = make_file(layout.end)
     _, slot = make_file(layout.end)
-    view = SlotView(slot, layout)
+    view = SlotView(slot, layout, part_bytes=PART_BYTES)
     watch = MooncakeWatch(store_options(folder, num_blocks, 1), CopyThreads(1))
     watch.open()
     backend, refs = watch.backend, make_refs(num_blocks, "inside")
@@ -184,7 +188,7 @@ def measure_inside(folder: Path, num_blocks: int, rounds: int) -> Rates:
             give_up_at=give_up_at,
         )
 
-    backend.put(transfer(SlotView(save, layout)))
+    backend.put(transfer(SlotView(save, layout, part_bytes=PART_BYTES)))
     handle = watch.handle
     if handle is None:
         raise RuntimeError("no Mooncake client")

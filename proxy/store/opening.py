@@ -19,7 +19,7 @@ from proxy.store.backend import Backend, CopyThreads
 from proxy.store.disk import DiskBackend
 from proxy.store.isolation import Isolation, has_own_network
 from proxy.store.mooncake_watch import MooncakeWatch
-from proxy.store.options import StoreOptions, default_copy_threads
+from proxy.store.options import StoreOptions
 from proxy.store.tiers import TieredBackend
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def open_backend(options: StoreOptions, isolation: Isolation) -> OpenedBackend:
 
     Raises ConfigError when neither that nor a folder instead can be used.
     """
-    copy = CopyThreads(options.copy_threads or default_copy_threads())
+    copy = CopyThreads(options.num_copy_threads)
     if options.kind == "disk":
         return _open_disk(options, copy, reason="")
     reason = ""

@@ -34,9 +34,8 @@ _SPEC = frozenset(
 MAX_SOCKET_PATH_BYTES = 107  # sun_path holds 108 with the closing zero
 
 
-def default_copy_threads() -> int:
-    """Return how many threads copy: eight use up what one CPU socket can move."""
-    return min(8, num_cpus())
+MAX_DEFAULT_COPY_THREADS = 8
+"""So many use up what one CPU socket can move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +96,11 @@ class StoreOptions:
             raise ConfigError(
                 f"socket path too long for the system: {self.socket_path}"
             )
+
+    @property
+    def num_copy_threads(self) -> int:
+        """How many threads copy."""
+        return self.copy_threads or min(MAX_DEFAULT_COPY_THREADS, num_cpus())
 
     @property
     def socket_path(self) -> Path:

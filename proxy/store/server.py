@@ -95,6 +95,7 @@ def _serve(options: StoreOptions, isolation: Isolation) -> None:
         # Imported late: they start threads (see above).
         from proxy.store.opening import open_backend
         from proxy.store.serving import StoreServer, listen_privately
+        from proxy.store.slotview import part_bytes_for
 
         sys.setswitchinterval(SWITCH_SECONDS)
         opened = open_backend(options, isolation)
@@ -113,6 +114,7 @@ def _serve(options: StoreOptions, isolation: Isolation) -> None:
                 StoreServer(
                     listener,
                     backend=opened.backend,
+                    part_bytes=part_bytes_for(options.num_copy_threads),
                     facts=facts,
                     linger_seconds=options.linger_seconds,
                 ).serve()

@@ -41,11 +41,13 @@ class StoreServer:
         listener: socket.socket,
         *,
         backend: Backend,
+        part_bytes: int,
         facts: dict[str, Any],
         linger_seconds: float | None,
     ) -> None:
         self._listener = listener
         self._backend = backend
+        self._part_bytes = part_bytes
         self._facts = facts
         self._linger_seconds = linger_seconds
         self._workers = Workers()
@@ -118,6 +120,7 @@ class StoreServer:
         session = ClientSession(
             sock,
             backend=self._backend,
+            part_bytes=self._part_bytes,
             workers=self._workers,
             describe=self.describe,
             count_others=self._count_clients,

@@ -91,6 +91,7 @@ class ClientSession:
         sock: socket.socket,
         *,
         backend: Backend,
+        part_bytes: int,
         workers: Workers,
         describe: Callable[[], dict[str, Any]],
         count_others: Callable[["ClientSession"], int],
@@ -104,7 +105,7 @@ class ClientSession:
         self._count_others = count_others
         self._on_end = on_end
         self._send_lock = threading.Lock()
-        self.slot_files = SlotFiles()
+        self.slot_files = SlotFiles(part_bytes=part_bytes)
         # mutable state
         self.is_introduced = False
         self.said_bye = False

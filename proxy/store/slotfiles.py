@@ -38,7 +38,8 @@ class _MappedFile:
 class SlotFiles:
     """The mapped slot files of one client. Safe for several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, part_bytes: int) -> None:
+        self._part_bytes = part_bytes
         self._lock = threading.Lock()
         # mutable state
         self._files: OrderedDict[tuple[int, int], _MappedFile] = OrderedDict()
@@ -70,7 +71,7 @@ class SlotFiles:
             self._files.move_to_end(identity)
             while len(self._files) > MAX_MAPPED_FILES:
                 self._forget(next(iter(self._files)))
-            return SlotView(file.mapping, layout)
+            return SlotView(file.mapping, layout, part_bytes=self._part_bytes)
 
     def view_for_put(self, fd: int, layout: BlockLayout) -> SlotView:
         """Return the places in the file `fd`, read only; unmapped with the view.
@@ -78,7 +79,8 @@ class SlotFiles:
         Raises StoreError when the file cannot be used. `fd` stays the caller's.
         """
         found = _check(fd, layout)
-        return SlotView(_map(fd, found.st_size, mmap.PROT_READ), layout)
+        mapping = _map(fd, found.st_size, mmap.PROT_READ)
+        return SlotView(mapping, layout, part_bytes=self._part_bytes)
 
     def sweep(self) -> None:
         """Drop the files whose last name is gone: their memory is wanted back."""

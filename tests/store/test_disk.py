@@ -40,7 +40,7 @@ def open_disk(folder: Path, size_bytes: int = 64 * MIB) -> DiskBackend:
 def make_transfer(file: TestFile, name: str, count: int) -> Transfer:
     """Return a transfer of the first blocks of a test file."""
     return Transfer(
-        slot=SlotFiles().view_for_get(file.fd, file.layout),
+        slot=SlotFiles(part_bytes=1 << 20).view_for_get(file.fd, file.layout),
         blocks=tuple(make_refs(name, count)),
         fingerprint=FINGERPRINT,
         give_up_at=time.monotonic() + 20,

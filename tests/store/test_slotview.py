@@ -5,14 +5,20 @@ import pytest
 
 from proxy.blocks import BlockLayout, RowRun
 from proxy.store.envelope import checksum
-from proxy.store.slotview import PART_BYTES, SlotView
+from proxy.store.slotview import SlotView, part_bytes_for
 
+PART_BYTES = part_bytes_for(1)
 THIRD = PART_BYTES // 3
 LAYOUTS = {
     "one part": (RowRun(100, 1000, 4, 300),),
     "parts of several pieces": (RowRun(7, 3 * THIRD, 8, THIRD),),
     "pieces larger than a part": (RowRun(0, 2 * PART_BYTES + 40, 3, PART_BYTES + 13),),
     "many tiny pieces": (RowRun(64, 200, PART_BYTES // 48, 64),),
+    "rows of V after those of K": (
+        RowRun(12, 3000, 4, 500),
+        RowRun(12 + 4 * 3000, 3000, 4, 500),
+        RowRun(12 + 8 * 3000, 3000, 2, 501),
+    ),
     "runs of all kinds": (
         RowRun(0, 4 * THIRD, 5, 2 * THIRD),
         RowRun(20 * THIRD, 256, 3000, 128),
@@ -34,7 +40,7 @@ def test_blocks_move_as_the_layout_says(runs: tuple[RowRun, ...]) -> None:
         expected[offset : offset + length] = payload[start : start + length]
         start += length
 
-    view = SlotView(file, layout)
+    view = SlotView(file, layout, part_bytes=PART_BYTES)
     assert view.scatter(index, payload) == checksum(payload)
     assert np.array_equal(file, expected)
     back = np.zeros_like(payload)
