@@ -38,7 +38,12 @@ from proxy.ollama.prompt_texts import (
     write_insert,
     write_plain,
 )
-from proxy.ollama.protocol import ChatRequest, GenerateRequest, parse_format
+from proxy.ollama.protocol import (
+    ANY_OBJECT,
+    ChatRequest,
+    GenerateRequest,
+    parse_format,
+)
 from proxy.ollama.reply_context import ReplyContext, special_start
 from proxy.prefix.hashing import TokenIds
 
@@ -117,6 +122,7 @@ async def prepare(
         body |= _chat_body(wanted, {**fields, "messages": written.messages})
     else:
         if json_schema is not None:
+            await _check_schema(json_schema, model)
             body["json_schema"] = json_schema
         if wanted.logprobs:
             body["n_probs"] = max(1, wanted.top_logprobs)
@@ -262,6 +268,17 @@ def without_thinking(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     return cut
 
 
+async def _check_schema(json_schema: Mapping[str, Any], model: ServedModel) -> None:
+    """Have the engine refuse a schema that it cannot follow. Raises UpstreamError.
+
+    Its `/completion` would pass over it and let the model say anything.
+    """
+    if json_schema != ANY_OBJECT:
+        nothing = [{"role": "user", "content": ""}]
+        asked = {"response_format": _response_format(json_schema)}
+        await model.render_chat(nothing, extra=asked)
+
+
 def _response_format(json_schema: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "type": "json_schema",
@@ -288,9 +305,12 @@ def sampling_body(
         "top_p": options.top_p,
         "min_p": options.min_p,
         "typical_p": options.typical_p,
-        # The engine refuses the -1 that stands for the whole context.
+        # The engine refuses the -1 that stands for the whole context, and makes room
+        # for as many tokens as it is told.
         "repeat_last_n": (
-            limit if options.repeat_last_n == -1 else _as_int32(options.repeat_last_n)
+            limit
+            if options.repeat_last_n == -1
+            else _as_int32(min(options.repeat_last_n, limit))
         ),
         "repeat_penalty": options.repeat_penalty,
         "presence_penalty": options.presence_penalty,

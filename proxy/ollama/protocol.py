@@ -21,10 +21,11 @@ from proxy.errors import RequestError
 from proxy.ollama.gojson import Fields, decode
 from proxy.ollama.images import parse_images, parts_of
 from proxy.ollama.options import parse_keep_alive
+from proxy.ollama.schema_bounds import check_schema
 from proxy.ollama.tools import ToolCall, parse_call, parse_tool
 
 _THINK_LEVELS = ("low", "medium", "high", "max")
-_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,14 +257,16 @@ def _parse_think(value: object) -> bool | str | None:
 def parse_format(value: object) -> dict[str, Any] | None:
     """Read `format` as a JSON Schema; None for free text.
 
-    Raises RequestError (500, as Ollama) for anything but "json" or an object.
+    Raises RequestError (500, as Ollama) for anything but "json" or an object, and
+    (400) for a schema that is too large.
     """
     match value:
         case None | "":
             return None
         case "json":
-            return _ANY_OBJECT
+            return ANY_OBJECT
         case dict():
+            check_schema(value)
             return value
         case _:
             shown = orjson.dumps(value).decode()

@@ -15,6 +15,7 @@ import orjson
 
 from proxy.errors import UpstreamError
 from proxy.ollama.gojson import Fields, is_too_deep
+from proxy.ollama.schema_bounds import check_schema
 
 _STRUCT = "ChatRequest"
 
@@ -69,6 +70,7 @@ def parse_call(value: object) -> ToolCall:
 
 def parse_tool(value: object) -> dict[str, Any]:
     """Read an entry of `tools`, for llama-server. Raises RequestError (400)."""
+    check_schema(value)
     fields = Fields.of(value, _STRUCT, path="tools.")
     function = Fields.of(fields.anything("function"), _STRUCT, path="tools.function.")
     parameters = Fields.of(

@@ -5,10 +5,12 @@ Rules:
    `RequestError` before any runner hears of it.
 2. Fields that would let a request leave its slot, or make KV inexact, are taken out.
    All other fields go to the runner as they came: it knows more of them than we do.
+3. What could end the runner's process, or take all of its memory, does not reach it.
 """
 
 import asyncio
 import io
+from collections.abc import Mapping
 from typing import Any
 
 import zstandard
@@ -17,6 +19,7 @@ from aiohttp import web
 from proxy.errors import RequestError
 from proxy.ollama import sharing
 from proxy.ollama.gojson import decode, kind_of
+from proxy.ollama.schema_bounds import check_grammar, check_schema
 
 MAX_UNPACKED_BYTES = 20 << 20
 """Ollama's own bound on a body in zstd, after decompression."""
@@ -28,6 +31,11 @@ TAKEN_OUT = ("id_slot", "n", "n_cmpl", "n_cache_reuse", sharing.FIELD)
 """A slot of the client's choice; more than one reply, which the engine decodes in
 slots of other requests; chunks of KV that are moved to other positions; and what is
 said to kvbus alone."""
+
+_SCHEMAS = ("json_schema", "response_format", "text")
+"""Fields that are a JSON Schema, or hold one."""
+
+_WINDOWS = ("repeat_last_n", "dry_penalty_last_n")
 
 _MEDIA_TYPES = frozenset(
     {"image", "image_url", "input_image", "input_audio", "audio_url", "input_file"}
@@ -80,6 +88,29 @@ def take_model(body: dict[str, Any]) -> str:
 def without_taken_out(body: dict[str, Any]) -> dict[str, Any]:
     """Return a body less the fields of `TAKEN_OUT`."""
     return {name: value for name, value in body.items() if name not in TAKEN_OUT}
+
+
+def check_bounds(body: Mapping[str, Any]) -> None:
+    """Refuse what could end the engine's process. Raises RequestError (400)."""
+    for name in _SCHEMAS:
+        check_schema(body.get(name))
+    tools = body.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        check_schema(tool)
+    check_grammar(body.get("grammar"))
+
+
+def within_context(body: Mapping[str, Any], *, context_tokens: int) -> dict[str, Any]:
+    """Return a body that has no window longer than the context.
+
+    It means the same, but the engine makes room for as many tokens as it is told.
+    """
+    longer = {
+        name: context_tokens
+        for name in _WINDOWS
+        if isinstance(body.get(name), int | float) and body[name] > context_tokens
+    }
+    return {**body, **longer}
 
 
 def has_media(messages: object) -> bool:

@@ -30,7 +30,13 @@ from proxy.ollama.handlers import ReusePolicy, share_all
 from proxy.ollama.protocol import model_not_found
 from proxy.prefix.hashing import TokenIds
 from proxy.v1 import anthropic, listing
-from proxy.v1.bodies import read_object, take_model, without_taken_out
+from proxy.v1.bodies import (
+    check_bounds,
+    read_object,
+    take_model,
+    within_context,
+    without_taken_out,
+)
 from proxy.v1.exchange import Exchange
 from proxy.v1.failures import Dialect, error_response
 from proxy.v1.messages_answer import MessagesAnswer
@@ -132,6 +138,7 @@ class V1Api:
             body = await read_object(request)
             model = self._resolve(take_model(body))
             anthropic.check_messages_body({"max_tokens": 1, **body})
+            check_bounds(body)
             with model.in_use():
                 await model.wait_ready()
                 token_ids = await tokenize(model, anthropic.to_chat(body))
@@ -169,6 +176,7 @@ class V1Api:
         model = self._resolve(take_model(body))
         exchange.model = model.name
         check_generates(model, take_model(body), what=route.what)
+        check_bounds(body)
         question = route.ask(without_taken_out(body))
         reuse = self._reuse_policy(request, body.get(sharing.FIELD))
         with model.in_use():
@@ -178,7 +186,7 @@ class V1Api:
                 model=model,
                 token_ids=token_ids,
                 path=question.path,
-                body=question.body,
+                body=within_context(question.body, context_tokens=model.context_tokens),
                 route=route.path,
                 reuse=question.allowed(reuse),
             )
