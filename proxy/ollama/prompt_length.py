@@ -10,8 +10,11 @@ Rules:
 4. What is refused is refused in the words that Ollama, or its runner, has for it.
 """
 
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Generic, TypeVar
 
 import numpy as np
 import orjson
@@ -20,11 +23,11 @@ from proxy.errors import RequestError
 from proxy.ollama.options import SamplingOptions
 from proxy.prefix.hashing import TokenIds
 
-_GUESSES = 4
+_GUESSES = 6
 """After so many the place of the cut is searched by halving."""
 
 Message = TypeVar("Message")
-Attempt = TypeVar("Attempt")
+Made = TypeVar("Made")
 
 
 def context_limit(options: SamplingOptions, *, context_tokens: int) -> int:
@@ -122,34 +125,47 @@ def without_oldest(
     return [*filter(is_system, dropped), *kept]
 
 
+@dataclass(frozen=True, slots=True)
+class Tried(Generic[Made]):
+    """What came of a conversation without some of its messages."""
+
+    made: Made | None
+    """None if it is too long, or cannot be had."""
+    num_tokens: int
+    """So many, or at least so many; 0 if nobody knows."""
+
+
 async def drop_oldest(
-    attempt: Callable[[int], Awaitable[Attempt | None]],
+    attempt: Callable[[int], Awaitable[Tried[Made]]],
     *,
     sizes: Sequence[int],
-    surplus: float,
-) -> Attempt | None:
+    whole_tokens: int,
+    limit: int,
+) -> Made | None:
     """Find the fewest messages that have to be dropped, and what is left then.
 
-    `attempt(n)` says what comes of it without the first n, or None if that is too
-    long; without any it is. `sizes` are the lengths of the messages and `surplus` the
-    part of all of them that is too much, as far as is known: the search begins there.
-    None if even the last message is too long.
+    `attempt(n)` tries without the first n. All of them, of `sizes` in any unit and of
+    `whole_tokens`, are known to be too long. Each attempt tells how many tokens a
+    unit is, and so where to try next. None if even the last message is too long.
     """
+    before = [0, *accumulate(sizes)]
     too_few, enough = 0, len(sizes)
-    found: Attempt | None = None
-    guess, excess = 0, sum(sizes) * surplus
-    while guess < len(sizes) and excess > 0:
-        excess -= sizes[guess]
-        guess += 1
+    found: Made | None = None
+    num_dropped, num_tokens = 0, whole_tokens
     number = 0
     while enough - too_few > 1:
-        if number >= _GUESSES:
+        if number < _GUESSES and num_tokens:
+            kept = before[-1] - before[num_dropped]
+            surplus = kept * (1 - (limit - 1) / num_tokens)
+            guess = bisect_left(before, before[num_dropped] + surplus)
+        else:
             guess = (too_few + enough) // 2
         num_dropped = min(max(guess, too_few + 1), enough - 1)
-        made = await attempt(num_dropped)
-        if made is None:
-            too_few, guess = num_dropped, num_dropped + 2**number
+        tried = await attempt(num_dropped)
+        num_tokens = tried.num_tokens
+        if tried.made is None:
+            too_few = num_dropped
         else:
-            found, enough, guess = made, num_dropped, num_dropped - 2**number
+            found, enough = tried.made, num_dropped
         number += 1
     return found

@@ -35,6 +35,7 @@ from proxy.ollama.model_template import (
 )
 from proxy.ollama.modelfile import own_template
 from proxy.ollama.prompt_length import (
+    Tried,
     drop_oldest,
     fits,
     least_tokens,
@@ -166,28 +167,31 @@ async def write_conversation(
         written = await write_plain(text, model, Room(room.limit, may_cut))
         return replace(written, messages=kept)
 
-    async def attempt(num_dropped: int) -> Written | None:
+    async def attempt(num_dropped: int) -> Tried[Written]:
         try:
             written = await write(num_dropped)
         except RunnerGone:
             raise
         except (TooMuchTextError, UpstreamError):
             # not every template takes a conversation that begins anywhere
-            return None
-        return written if fits(written.num_tokens, limit=room.limit) else None
+            return Tried(None, 0)
+        is_short = fits(written.num_tokens, limit=room.limit)
+        return Tried(written if is_short else None, written.num_tokens)
 
     try:
         whole = await write(0, may_cut=room.may_cut and not can_drop)
     except TooMuchTextError:
         if not can_drop:
             raise
-        surplus = 0.5
+        whole_tokens = 0
     else:
         if not can_drop or fits(whole.num_tokens, limit=room.limit):
             return whole
-        surplus = 1 - room.limit / whole.num_tokens
+        whole_tokens = whole.num_tokens
     sizes = [0 if _is_system(m) else len(str(m.get("content"))) for m in messages]
-    found = await drop_oldest(attempt, sizes=sizes, surplus=surplus)
+    found = await drop_oldest(
+        attempt, sizes=sizes, whole_tokens=whole_tokens, limit=room.limit
+    )
     return found or await write(len(messages) - 1, may_cut=room.may_cut)
 
 

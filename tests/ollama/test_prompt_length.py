@@ -10,6 +10,7 @@ from proxy.errors import RequestError
 from proxy.ollama import fill_in, prompt_length
 from proxy.ollama.options import SamplingOptions
 from proxy.ollama.prompt_length import (
+    Tried,
     context_limit,
     cut_tokens,
     drop_oldest,
@@ -94,28 +95,51 @@ def test_the_system_and_what_is_newest_stay() -> None:
 
 @pytest.mark.parametrize("num_messages", [2, 3, 10, 1000])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.97, 0.999])
-@pytest.mark.parametrize("surplus", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("whole_tokens", [0, 11, 10**6])
 async def test_few_attempts_find_the_fewest_messages_to_drop(
-    num_messages: int, share: float, surplus: float
+    num_messages: int, share: float, whole_tokens: int
 ) -> None:
-    """However wrong the first guess is, a thousand messages cost a dozen attempts."""
+    """However wrong the counts are, a thousand messages cost a dozen attempts."""
     needed = min(num_messages - 1, max(1, round(share * num_messages)))
     attempts: list[int] = []
 
-    async def attempt(num_dropped: int) -> int | None:
+    async def attempt(num_dropped: int) -> Tried[int]:
         attempts.append(num_dropped)
-        return num_dropped if num_dropped >= needed else None
+        return Tried(num_dropped if num_dropped >= needed else None, whole_tokens)
 
-    sizes = [1] * num_messages
-    assert await drop_oldest(attempt, sizes=sizes, surplus=surplus) == needed
-    assert len(attempts) == len(set(attempts)) <= 4 + np.log2(num_messages) + 1
+    found = await drop_oldest(
+        attempt, sizes=[1] * num_messages, whole_tokens=whole_tokens, limit=10
+    )
+    assert found == needed
+    assert len(attempts) == len(set(attempts)) <= 6 + np.log2(num_messages) + 1
+
+
+@pytest.mark.parametrize("limit", [600, 4096, 50_000])
+async def test_counts_that_are_right_lead_there_at_once(limit: int) -> None:
+    """Messages of all sizes, with tokens that are not quite proportional to them."""
+    random = np.random.default_rng(1)
+    sizes = [int(size) for size in random.integers(10, 500, 1000)]
+    tokens = [10 + round(size * random.uniform(0.2, 0.4)) for size in sizes]
+    attempts: list[int] = []
+
+    async def attempt(num_dropped: int) -> Tried[int]:
+        attempts.append(num_dropped)
+        count = sum(tokens[num_dropped:])
+        return Tried(num_dropped if fits(count, limit=limit) else None, count)
+
+    least = sum(sizes) // 16  # all that is known of a text that is not tokenized
+    found = await drop_oldest(attempt, sizes=sizes, whole_tokens=least, limit=limit)
+    assert found is not None
+    assert sum(tokens[found:]) < limit <= sum(tokens[found - 1 :])
+    assert len(attempts) <= 6
 
 
 async def test_a_last_message_that_is_too_long_is_not_found_a_place() -> None:
     """Nothing is left to drop then."""
 
-    async def attempt(num_dropped: int) -> int | None:
-        return None
+    async def attempt(num_dropped: int) -> Tried[int]:
+        return Tried(None, 99)
 
-    assert await drop_oldest(attempt, sizes=[1] * 9, surplus=0.5) is None
-    assert await drop_oldest(attempt, sizes=[1], surplus=0.5) is None
+    for sizes in ([1] * 9, [1], [0] * 9):
+        made = await drop_oldest(attempt, sizes=sizes, whole_tokens=100, limit=9)
+        assert made is None
