@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from proxy.errors import RunnerGone, UpstreamError
+from proxy.ollama.thinking import ThinkingSplitter
 from proxy.ollama.tools import CallCollector, ToolCall
 
 _NANOSECONDS_PER_MS = 1e6
@@ -59,9 +60,19 @@ class TurnTotals:
 class EventReader:
     """Reads the events of one turn, in their order."""
 
-    def __init__(self, *, is_chat: bool, num_top_logprobs: int = 0) -> None:
-        """Read chunks of a chat, or events of `/completion`."""
+    def __init__(
+        self,
+        *,
+        is_chat: bool,
+        num_top_logprobs: int = 0,
+        splitter: ThinkingSplitter | None = None,
+    ) -> None:
+        """Read chunks of a chat, or events of `/completion`.
+
+        With a splitter the text of the latter holds thinking, which is told apart.
+        """
         self._is_chat = is_chat
+        self._splitter = splitter
         self._num_top_logprobs = num_top_logprobs
         self._calls = CallCollector()
         # the mutable state
@@ -95,9 +106,16 @@ class EventReader:
         if event.get("stop"):
             is_cut_off = event.get("stop_type") == "limit"
             self.totals = _read_totals(event, is_cut_off=is_cut_off)
-        if not text:
+        thinking = ""
+        if self._splitter is not None:
+            text, thinking = self._splitter.feed(text)
+            if self.totals is not None:
+                rest, more = self._splitter.finish()
+                text, thinking = text + rest, thinking + more
+        if not text and not thinking:
             return NOTHING  # the end of the text, whose logprob Ollama drops
-        return Piece(text, "", self._logprobs(entries)) if entries else Piece(text)
+        logprobs = self._logprobs(entries) if entries else ()
+        return Piece(text, thinking, logprobs)
 
     def _read_chat(self, event: Mapping[str, Any]) -> Piece:
         """Read a chunk of `/v1/chat/completions`."""

@@ -45,6 +45,7 @@ from proxy.ollama.protocol import (
     parse_format,
 )
 from proxy.ollama.reply_context import ReplyContext, special_start
+from proxy.ollama.thinking import ThinkingSplitter, thinking_marks
 from proxy.prefix.hashing import TokenIds
 
 _INT32_LIMIT = 2**31 - 1
@@ -70,11 +71,15 @@ class Prompt:
     """Whether the tokens are all that the model reads: there are no images."""
     context: ReplyContext | None = None
     """Gathers the `context` of the reply, where it is to have one."""
+    splitter: ThinkingSplitter | None = None
+    """Finds the thinking in the reply, where the engine does not."""
 
     def reader(self, wanted: GenerateRequest | ChatRequest) -> EventReader:
         """Make what reads the turn's events."""
         return EventReader(
-            is_chat=self.path == CHAT_PATH, num_top_logprobs=wanted.top_logprobs
+            is_chat=self.path == CHAT_PATH,
+            num_top_logprobs=wanted.top_logprobs,
+            splitter=self.splitter,
         )
 
 
@@ -132,6 +137,7 @@ async def prepare(
         token_ids=written.token_ids,
         body=body,
         context=await _reply_context(wanted, model, written),
+        splitter=None if is_chat else _splitter(wanted, model, written.text),
     )
 
 
@@ -186,6 +192,20 @@ async def _reply_context(
         text=written.text if written.is_text else "",
         special=await special_start(model),
     )
+
+
+def _splitter(
+    wanted: GenerateRequest | ChatRequest, model: ServedModel, prompt: str
+) -> ThinkingSplitter | None:
+    """Make what tells thinking apart, where a model that thinks is to think."""
+    if not isinstance(wanted, GenerateRequest) or wanted.raw:
+        return None
+    chat_template = (model.props or model.facts).chat_template
+    marks = thinking_marks(wanted.template) or thinking_marks(chat_template)
+    if marks is None or not _think(wanted, model):
+        return None
+    is_open = prompt.rstrip().endswith(marks.opening)
+    return ThinkingSplitter(marks, is_open=is_open)
 
 
 def _needs_parsing(wanted: GenerateRequest | ChatRequest, model: ServedModel) -> bool:

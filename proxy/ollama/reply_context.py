@@ -16,10 +16,10 @@ import numpy as np
 from proxy.errors import KvbusError, RequestError
 from proxy.ollama.backend import ServedModel
 from proxy.ollama.events import Piece, TurnTotals
+from proxy.ollama.thinking import thinking_marks
 from proxy.prefix.hashing import TokenIds
 
 _INT32_LIMIT = 2**31
-_THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 async def special_start(model: ServedModel) -> TokenIds:
@@ -97,8 +97,9 @@ class ReplyContext:
         """Write the thinking as the model has written it, as far as that is known."""
         thought = "".join(self._thought).strip()
         template = (self._model.props or self._model.facts).chat_template
-        for opening, closing in _THINKING_MARKS:
-            if thought and closing in template:
-                is_open = self._text.rstrip().endswith(opening)
-                return ("" if is_open else f"{opening}\n", thought, f"\n{closing}\n\n")
-        return ()
+        marks = thinking_marks(template)
+        if not thought or marks is None:
+            return ()
+        is_open = self._text.rstrip().endswith(marks.opening)
+        opening = "" if is_open else f"{marks.opening}\n"
+        return (opening, thought, f"\n{marks.closing}\n\n")

@@ -182,6 +182,9 @@ def test_the_context_of_a_thinking_model_holds_what_it_thought(served: Kvbus) ->
         raw=True,
     )
     assert len(first["context"]) == whole["prompt_eval_count"]
+    again = generated(served, "thinker", prompt="2+2?", context=first["context"])
+    assert (again["thinking"], again["response"]) == ("Add them.", "4")
+    assert again["context"][: len(first["context"])] == first["context"]
 
 
 def test_only_the_last_line_has_a_context(served: Kvbus) -> None:
