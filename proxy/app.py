@@ -20,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from proxy.admin import Admin
 from proxy.config import ServeOptions
+from proxy.connections import bound_stalls
 from proxy.errors import ConfigError, StoreError
 from proxy.in_flight import InFlight
 from proxy.metered_store import MeteredStore
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 256 << 20
 """Bodies hold prompts and images; Ollama itself sets no limit."""
+
+MAX_HEADER_BYTES = 1 << 16
+"""Of one header, or of the request line: tokens and cookies can be long."""
 
 STREAM_GRACE_SECONDS = 3.0
 CANCEL_GRACE_SECONDS = 0.2
@@ -127,6 +131,7 @@ class Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         observer = MetricsObserver(self.metrics, self._log)
         app.middlewares.append(observer.middleware())
+        app.middlewares.append(bound_stalls(self._options.stall_timeout))
         app.on_response_prepare.append(observer.add_id)
         is_loopback = all(map(_is_loopback, await _resolve(host, port)))
         install_guard(
@@ -171,6 +176,8 @@ class Application:
             app,
             access_log=None,
             handler_cancellation=True,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
             auto_decompress=False,  # as Ollama; what comes packed has bounds of its own
             shutdown_timeout=CANCEL_GRACE_SECONDS,
         )

@@ -202,6 +202,14 @@ SETTINGS: tuple[Setting, ...] = (
         "tell decision and restored tokens in X-KVBus-* response headers",
     ),
     Setting(
+        "stall-timeout",
+        parse_keep_alive,
+        "10m",
+        "DURATION",
+        "how long a client may take none of what is sent to it before it is taken for"
+        " gone, as 30s or 10m; 0 or negative: as long as the system allows",
+    ),
+    Setting(
         "origins",
         lambda text: tuple(filter(None, (part.strip() for part in text.split(",")))),
         "",
@@ -264,6 +272,7 @@ class ServeOptions:
     store_expose: bool
     restore: RestoreMode
     response_headers: bool
+    stall_timeout: float
     origins: tuple[str, ...]
     cache_dir: Path | None
     runtime_dir: Path | None

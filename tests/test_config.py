@@ -219,6 +219,7 @@ def test_the_settings_of_a_store_are_all_that_it_reads(tmp_path: Path) -> None:
         "model": "a=/a.gguf",
         "mmproj": "a=/b.gguf",
         "keep-alive": "1h",
+        "stall-timeout": "1h",
         "upstream": "http://h:1",
         "kv-type": "q8_0",
         "flash-attn": "off",

@@ -9,6 +9,9 @@ is the one who listens, it makes them itself:
 2. `Host`, only where we listen on loopback: a name that is not this machine's gets
    403 with an empty body. It stops pages that point their own name to 127.0.0.1.
 3. Every exception becomes an answer here, before those headers are added.
+4. A request whose end two servers could see at two places is refused, and its
+   connection ended: one may stand before us. The parser refuses most of them; what it
+   lets pass are other transfer codings than `chunked`, and versions without any.
 """
 
 import ipaddress
@@ -17,7 +20,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.errors import ConfigError
 from proxy.ollama.failures import failure_response, plain_response, to_failure
@@ -164,6 +167,16 @@ def install_guard(app: web.Application, options: GuardOptions) -> None:
             response.headers.add("Vary", "Origin")
 
     @web.middleware
+    async def check_framing(
+        request: web.Request, handler: Handler
+    ) -> web.StreamResponse:
+        refusal = _refuse_framing(request)
+        if refusal is None:
+            return await handler(request)
+        refusal.force_close()
+        return refusal
+
+    @web.middleware
     async def check_origin(
         request: web.Request, handler: Handler
     ) -> web.StreamResponse:
@@ -187,6 +200,7 @@ def install_guard(app: web.Application, options: GuardOptions) -> None:
 
     app.on_response_prepare.append(_hide_software)
     app.on_response_prepare.append(add_origin_headers)
+    app.middlewares.append(check_framing)
     app.middlewares.append(check_origin)
     if options.is_loopback_listener:
         app.middlewares.append(check_host)
@@ -233,6 +247,20 @@ async def _redirect_slash(request: web.Request) -> web.Response | None:
         target += f"?{request.rel_url.raw_query_string}"
     status = 301 if request.method == "GET" else 307
     return web.Response(status=status, headers={"Location": target})
+
+
+def _refuse_framing(request: web.Request) -> web.Response | None:
+    """Answer a request whose body has no certain end, with Go's statuses."""
+    if request.version not in (HttpVersion10, HttpVersion11):
+        return plain_response(505, "505 HTTP Version Not Supported")
+    codings = request.headers.getall("Transfer-Encoding", ())
+    if not codings:
+        return None
+    if request.version == HttpVersion10:
+        return plain_response(400, "400 Bad Request: HTTP/1.0 has no transfer codings")
+    if [coding.lower() for coding in codings] != ["chunked"]:
+        return plain_response(501, "501 Unsupported transfer encoding")
+    return None
 
 
 def _foreign_origin(request: web.Request) -> str:
