@@ -98,7 +98,7 @@ def test_a_reply_that_is_broken_off(
         for number, _ in enumerate(answer.iter_lines()):
             if number == num_lines:
                 break
-    shifting.wait(lambda: " event=request " in shifting.log_text(), what="the end")
+    shifting.wait(lambda: " event=turn " in shifting.log_text(), what="the end")
     ask(shifting, options={"num_predict": 2})
     assert (last_reuse(shifting) > 0) == (num_predict < CONTEXT_TOKENS)
 
