@@ -284,7 +284,13 @@ def test_a_reply_is_cut_off_at_its_limit(served: Kvbus) -> None:
     )
     assert call["done_reason"] == "length"
     assert "tool_calls" not in call["message"]
-    full = chat(served, model="brooder", messages=[QUESTION], options={"num_ctx": 200})
+    full = chat(
+        served,
+        model="brooder",
+        messages=[QUESTION],
+        options={"num_ctx": 200},
+        shift=False,
+    )
     assert full["done_reason"] == "length"
     assert full["prompt_eval_count"] + full["eval_count"] == 200
 
