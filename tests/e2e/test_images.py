@@ -55,6 +55,7 @@ def test_images_are_seen_and_not_shared(
         }  # fmt: skip
         answer = kvbus.post("/api/chat", {**body, "options": {"num_predict": 8}})
         assert answer.status_code == 200, answer.text
+        kvbus.asked += 1
         return dict(answer.json())
 
     red, blue = look((200, 10, 10)), look((10, 10, 200))
@@ -67,6 +68,7 @@ def test_images_are_seen_and_not_shared(
             "stream": False, "options": {"num_predict": 2},
         },
     )  # fmt: skip
+    kvbus.asked += 1
     assert generated.json()["prompt_eval_count"] > NUM_TOKENS
     assert kvbus.metric("kvbus_commits_total") == 0
     assert kvbus.status()["models"][0]["runners"][0]["slots"][0]["tokens"] == 0

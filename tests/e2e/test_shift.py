@@ -100,6 +100,9 @@ def test_a_reply_that_is_broken_off(
                 break
     shifting.wait(lambda: " event=turn " in shifting.log_text(), what="the end")
     ask(shifting, options={"num_predict": 2})
+    shifting.wait(
+        lambda: shifting.log_text().count(" event=turn ") == 2, what="the next turn"
+    )
     assert (last_reuse(shifting) > 0) == (num_predict < CONTEXT_TOKENS)
 
 
