@@ -20,6 +20,7 @@ Worked example:
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Never
@@ -34,6 +35,8 @@ MAX_DEPTH = 200
 _MISSING_BODY = "missing request body"
 _UNEXPECTED_END = "unexpected EOF"
 _TOO_DEEP = "exceeded max depth"
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 # Texts of Python's decoder, and where Go says that the character stands.
 _PLACES = (
@@ -113,7 +116,7 @@ def _refuse_constant(name: str) -> Never:
 def _well_formed(value: object) -> object:
     """Replace halves of surrogate pairs, which no UTF-8 can carry further."""
     if isinstance(value, str):
-        return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+        return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):
         return [_well_formed(entry) for entry in value]
     if isinstance(value, dict):
