@@ -26,6 +26,7 @@ from proxy.ollama.backend import (
 )
 from proxy.ollama.failures import CLIENT_GONE_STATUS, to_failure
 from proxy.v1.failures import Dialect, error_response
+from proxy.v1.gathering import Gathering
 from proxy.v1.translators import Translator
 
 _OK_STATUS = 200
@@ -95,8 +96,10 @@ class Exchange:
         turn: RelayTurn,
         translator: Translator,
         headers: Mapping[str, str],
+        *,
+        gathering: Gathering | None = None,
     ) -> web.StreamResponse:
-        """Pass the engine's answer on.
+        """Pass the engine's answer on, in one piece where it is to be gathered.
 
         Raises UpstreamError for an error answer and RunnerGone for one that breaks
         off, which may be after the first piece: see `end_in_failure`. Raises
@@ -113,6 +116,10 @@ class Exchange:
                             answer.status, body.decode(errors="replace")
                         )
                     return await self._send_whole(request, body, headers)
+                if gathering is not None:
+                    async for chunk in chunks:
+                        gathering.feed(chunk)
+                    return await self._send_whole(request, gathering.whole(), headers)
                 response = self.response = web.StreamResponse(
                     headers={
                         "Content-Type": "text/event-stream",

@@ -39,6 +39,7 @@ from proxy.v1.bodies import (
 )
 from proxy.v1.exchange import Exchange
 from proxy.v1.failures import Dialect, error_response
+from proxy.v1.gathering import Gathering, as_stream, can_gather
 from proxy.v1.messages_answer import MessagesAnswer
 from proxy.v1.questions import (
     Ask,
@@ -182,6 +183,10 @@ class V1Api:
         with model.in_use():
             await model.wait_ready()
             token_ids = await find_prompt(model, question)
+            body = within_context(question.body, context_tokens=model.context_tokens)
+            gathering = None
+            if not question.is_streamed and can_gather(question.path, body):
+                body, gathering = as_stream(body), Gathering(question.path)
             turn_request = TurnRequest(
                 model=model,
                 token_ids=token_ids,
@@ -193,7 +198,9 @@ class V1Api:
             async with self._turns.turn(turn_request) as turn:
                 translator = route.translator(model, token_ids)
                 headers = self._reuse_headers(turn)
-                return await exchange.relay(request, turn, translator, headers)
+                return await exchange.relay(
+                    request, turn, translator, headers, gathering=gathering
+                )
 
     def _reuse_headers(self, turn: RelayTurn) -> dict[str, str]:
         if not self._response_headers:

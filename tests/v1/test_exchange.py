@@ -251,7 +251,8 @@ async def test_the_client_does_not_wait_for_a_commit(
     """Streamed or not, the answer is whole before the turn has ended."""
     front.turns.end_gate = asyncio.Event()
     front.turns.content_type = content_type
-    async with front.session.post(front.url + PATH, json=CHAT) as response:
+    body = {**CHAT, "stream": content_type == "text/event-stream"}
+    async with front.session.post(front.url + PATH, json=body) as response:
         assert await response.read() == ROLE + HELLO + LAST
     assert not front.turns.ended.is_set()
     front.turns.end_gate.set()
