@@ -32,6 +32,9 @@ KEEP_SECONDS = 3.0
 PIECE_BYTES = 1 << 18
 """Larger bodies are written in pieces, waiting for the runner between them."""
 
+_ENDED = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
+"""What comes of a connection that the runner has ended, read or unread."""
+
 _HEADERS = {
     "Accept": "*/*",
     "Accept-Encoding": "identity",
@@ -56,8 +59,7 @@ class RunnerHttp:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._questions.close()
-                await self._requests.close()
+                await asyncio.gather(self._questions.close(), self._requests.close())
 
     @asynccontextmanager
     async def request(
@@ -85,7 +87,7 @@ class RunnerHttp:
         try:
             return await self._ask(method, path, content)
         except RunnerGone as exc:
-            if not isinstance(exc.__cause__, aiohttp.ServerDisconnectedError):
+            if not isinstance(exc.__cause__, _ENDED):
                 raise
         return await self._ask(method, path, content)
 

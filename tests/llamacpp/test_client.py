@@ -310,11 +310,14 @@ async def test_a_frozen_runner_does_not_hold_up_closing(model: Path) -> None:
             client = LlamaServerClient(url="http://runner", socket_path=runner.socket)
             before = await open_sockets()
             text = "a" * (8 << 20)
-            task = asyncio.create_task(client.tokenize(text, add_special=True))
-            await wait_sockets(before + 1)
+            stuck = asyncio.create_task(client.tokenize(text, add_special=True))
+            waiting = asyncio.create_task(read_endlessly(client))
+            await wait_sockets(before + 2)
             await asyncio.wait_for(client.close(), SOON_SECONDS)
+            with pytest.raises(RunnerGone):
+                await asyncio.wait_for(waiting, SOON_SECONDS)
         finally:
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(RunnerGone):
-            await asyncio.wait_for(task, SOON_SECONDS)
+            await asyncio.wait_for(stuck, SOON_SECONDS)
         assert await open_sockets() == before

@@ -126,7 +126,7 @@ async def test_a_silent_runner_is_given_up(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def runner_of_questions(
-    folder: Path, *, questions: int, excess: bytes = b""
+    folder: Path, *, questions: int, excess: bytes = b"", resets: bool = False
 ) -> AsyncIterator[tuple[LlamaServerClient, list[int]]]:
     """Make a client of a server that ends each connection when it is asked again.
 
@@ -143,6 +143,9 @@ async def runner_of_questions(
         number = len(asked) - 1
         with suppress(asyncio.IncompleteReadError):
             while True:
+                if resets and asked[number] == questions:
+                    asked[number] += len(await reader.readexactly(1))
+                    break  # what is not read resets the connection
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().split(b"content-length: ")[1].split()[0])
                 await reader.readexactly(length)
@@ -163,11 +166,18 @@ async def runner_of_questions(
         await server.wait_closed()
 
 
-async def test_a_question_is_asked_again_on_a_new_connection(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resets", [False, True])
+async def test_a_question_is_asked_again_on_a_new_connection(
+    tmp_path: Path, resets: bool
+) -> None:
     """A kept connection that the runner ends when it is used costs no question."""
-    async with runner_of_questions(tmp_path, questions=2) as (client, asked):
+    many = {"messages": ["x" * 1000] * 1000}
+    async with runner_of_questions(tmp_path, questions=2, resets=resets) as (
+        client,
+        asked,
+    ):
         for _ in range(5):
-            assert await client.apply_template({}) == "x"
+            assert await client.apply_template(many) == "x"
         assert asked == [3, 3, 1]
 
 
