@@ -53,6 +53,11 @@ REFUSALS = (
     Refusal("POST", "/api/experimental/web_search", _CLOUD),
     Refusal("POST", "/api/experimental/web_fetch", _CLOUD),
     Refusal("GET", "/api/experimental/model-recommendations", _CLOUD),
+    Refusal(  # of Ollama's own clients alone
+        "POST",
+        "/v1/systemone",
+        "scoring models are not served: ask /api/chat, with a format",
+    ),
     Refusal(
         "POST",
         "/v1/audio/transcriptions",

@@ -452,6 +452,7 @@ async def test_liveness_and_version(front: Front) -> None:
         ("POST", "/api/pull", "ollama"),
         ("DELETE", "/api/delete", "ollama"),
         ("POST", "/api/blobs/sha256:00", "ollama"),
+        ("POST", "/v1/systemone", "ollama"),
         ("POST", "/v1/audio/transcriptions", "openai"),
     ],
 )
