@@ -15,14 +15,14 @@ import gguf
 import numpy as np
 from numpy.typing import NDArray
 
-Architecture = Literal[
-    "llama", "qwen2", "qwen2vl", "qwen3", "gemma3", "deepseek2", "lfm2", "mamba"
-]
+from tests import model_shapes
+from tests.model_shapes import HEAD_DIM, Architecture, Shapes
+
 Tokenizer = Literal["bpe", "spm"]
 FillNames = Literal["present", "older", "texts"]
 
-HEAD_DIM = 32
-SLIDING_WINDOW = 64  # gemma3
+_LAYERS = {"gemma3": 6, "gpt-oss": 4, "cohere2": 4}  # with a layer without a window
+
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 FILL_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 USER_DEFINED_TOKENS = ("<tool_call>", "</tool_call>")
@@ -43,8 +43,6 @@ history of the system, then explain how the number of tokens changes the result.
 user assistant system The first thing to say is that it works, and why it works so well.
 """
 
-_Shapes = dict[str, tuple[int, ...]]
-
 
 def write_tiny_llama(path: Path, *, seed: int) -> Path:
     """Write the usual tiny model: llama, 2 layers, byte-level BPE, chatml."""
@@ -61,6 +59,7 @@ def write_tiny_model(
     n_layer: int | None = None,
     n_embd: int = 128,
     n_head_kv: int = 2,
+    head_dim: int = HEAD_DIM,
     n_ctx_train: int = 131072,
     is_endless: bool = False,
     longrope_tokens: int = 0,
@@ -70,17 +69,19 @@ def write_tiny_model(
 ) -> Path:
     """Write a random model of `architecture`; the same arguments give the same file.
 
-    gemma3 has a sliding window, lfm2 is a hybrid, mamba recurrent, deepseek2 keeps
-    latent K only, qwen2vl has M-RoPE. There are n_embd / 32 heads, and a KV row of one
-    layer is n_head_kv * 32 elements, for K and V each (deepseek2 apart). An endless
+    gemma3, gpt-oss and cohere2 have a sliding window; lfm2, granitehybrid, falcon-h1
+    and qwen3next are hybrids, mamba is recurrent; deepseek2 keeps latent K only,
+    qwen2vl has M-RoPE. There are n_embd / head_dim heads, and a KV row of one layer is
+    n_head_kv * head_dim elements, for K and V each (deepseek2 apart). Other heads than
+    of 32 are for llama, qwen and gemma3 only. An endless
     model never chooses a control token, so its greedy text ends at no length. With
     `longrope_tokens` RoPE has other factors in contexts that are longer than that. The
     engine samples with a `recommended_temperature` where nobody says otherwise. The
     tokens of fill-in-the-middle, if there are any, are named by the file, in the
     present or the older way, or known by their texts alone.
     """
-    n_head = n_embd // HEAD_DIM
-    num_layers = n_layer or (6 if architecture == "gemma3" else 2)
+    n_head = n_embd // head_dim
+    num_layers = n_layer or _LAYERS.get(architecture, 2)
     tokens, types, scores, merges = _vocabulary(tokenizer)
     if fills_in is not None:
         tokens = [*tokens, *FILL_TOKENS]
@@ -97,23 +98,35 @@ def write_tiny_model(
     writer.add_feed_forward_length(0 if architecture == "mamba" else 2 * n_embd)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_head_count(n_head)
-    if architecture != "lfm2":
+    if architecture not in ("lfm2", "granitehybrid"):
         writer.add_head_count_kv(1 if architecture == "deepseek2" else n_head_kv)
-    shapes: _Shapes = {
+    shapes: Shapes = {
         "token_embd": (len(tokens), n_embd),
         "token_embd_norm" if architecture == "lfm2" else "output_norm": (n_embd,),
         "output": (len(tokens), n_embd),
     }
+    sizes = (num_layers, n_embd, n_head, n_head_kv)
     match architecture:
         case "mamba":
-            shapes |= _mamba(writer, num_layers, n_embd)
+            shapes |= model_shapes.mamba(writer, num_layers, n_embd)
         case "lfm2":
-            shapes |= _lfm2(writer, num_layers, n_embd, n_head, n_head_kv)
+            shapes |= model_shapes.lfm2(writer, *sizes)
         case "deepseek2":
-            shapes |= _deepseek2(writer, num_layers, n_embd, n_head)
+            shapes |= model_shapes.deepseek2(writer, num_layers, n_embd, n_head)
+        case "gpt-oss":
+            shapes |= model_shapes.gpt_oss(writer, *sizes)
+        case "cohere2":
+            del shapes["output"]  # it is the embedding
+            shapes |= model_shapes.cohere2(writer, *sizes)
+        case "granitehybrid":
+            shapes |= model_shapes.granitehybrid(writer, *sizes)
+        case "falcon-h1":
+            shapes |= model_shapes.falcon_h1(writer, *sizes)
+        case "qwen3next":
+            shapes |= model_shapes.qwen3next(writer, *sizes)
         case _:
-            shapes |= _transformer(
-                writer, architecture, num_layers, n_embd, n_head, n_head_kv
+            shapes |= model_shapes.transformer(
+                writer, architecture, *sizes, head_dim=head_dim
             )
     if recommended_temperature is not None:
         writer.add_float32("general.sampling.temp", recommended_temperature)
@@ -125,8 +138,11 @@ def write_tiny_model(
     if has_chat_template:
         writer.add_chat_template(CHAT_TEMPLATE)
     random = np.random.default_rng(seed)
+    bare_names: tuple[str, ...] = (".bias", "ssm_a", "ssm_d")
+    if architecture == "falcon-h1":
+        bare_names += ("ffn_norm",)
     for name, shape in shapes.items():
-        suffix = "" if name.endswith((".bias", "ssm_a", "ssm_d")) else ".weight"
+        suffix = "" if name.endswith(bare_names) else ".weight"
         values = _weights(random, name, shape)
         if name == "output" and is_endless:
             values[[tokens.index(text) for text in CONTROL_TOKENS]] = 0.0
@@ -154,7 +170,7 @@ def _weights(
     if name.endswith("norm"):
         values = np.ones(shape)
     elif name.endswith("ssm_a"):
-        values = -np.tile(np.arange(1, shape[1] + 1), (shape[0], 1))
+        values = -np.broadcast_to(np.arange(1, shape[-1] + 1), shape)
     elif name.endswith(("attn_q", "attn_k")):
         values = random.normal(scale=2.5 / shape[-1] ** 0.5, size=shape)
     elif name.endswith(("attn_output", "ffn_down", "out_proj", "ssm_out")):
@@ -164,142 +180,6 @@ def _weights(
     else:
         values = random.normal(scale=1 / shape[-1] ** 0.5, size=shape)
     return values.astype(np.float32)
-
-
-def _feed_forward(layer: int, n_embd: int) -> _Shapes:
-    return {
-        f"blk.{layer}.ffn_norm": (n_embd,),
-        f"blk.{layer}.ffn_gate": (2 * n_embd, n_embd),
-        f"blk.{layer}.ffn_up": (2 * n_embd, n_embd),
-        f"blk.{layer}.ffn_down": (n_embd, 2 * n_embd),
-    }
-
-
-def _attention(layer: int, n_embd: int, n_head: int, n_head_kv: int) -> _Shapes:
-    return {
-        f"blk.{layer}.attn_q": (n_head * HEAD_DIM, n_embd),
-        f"blk.{layer}.attn_k": (n_head_kv * HEAD_DIM, n_embd),
-        f"blk.{layer}.attn_v": (n_head_kv * HEAD_DIM, n_embd),
-        f"blk.{layer}.attn_output": (n_embd, n_head * HEAD_DIM),
-    }
-
-
-def _head_norms(layer: int) -> _Shapes:
-    return {
-        f"blk.{layer}.attn_q_norm": (HEAD_DIM,),
-        f"blk.{layer}.attn_k_norm": (HEAD_DIM,),
-    }
-
-
-def _transformer(
-    writer: gguf.GGUFWriter,
-    architecture: str,
-    n_layer: int,
-    n_embd: int,
-    n_head: int,
-    n_kv: int,
-) -> _Shapes:
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_rope_freq_base(500000.0)
-    if architecture == "gemma3":
-        writer.add_sliding_window(SLIDING_WINDOW)
-    if architecture == "qwen2vl":
-        writer.add_rope_dimension_sections([4, 6, 6, 0])
-    shapes: _Shapes = {}
-    for layer in range(n_layer):
-        shapes[f"blk.{layer}.attn_norm"] = (n_embd,)
-        shapes |= _attention(layer, n_embd, n_head, n_kv)
-        shapes |= _feed_forward(layer, n_embd)
-        if architecture in ("qwen3", "gemma3"):
-            shapes |= _head_norms(layer)
-        if architecture in ("qwen2", "qwen2vl"):
-            for letter, heads in (("q", n_head), ("k", n_kv), ("v", n_kv)):
-                shapes[f"blk.{layer}.attn_{letter}.bias"] = (heads * HEAD_DIM,)
-        if architecture == "gemma3":
-            shapes[f"blk.{layer}.post_attention_norm"] = (n_embd,)
-            shapes[f"blk.{layer}.post_ffw_norm"] = (n_embd,)
-    return shapes
-
-
-def _deepseek2(
-    writer: gguf.GGUFWriter, n_layer: int, n_embd: int, n_head: int
-) -> _Shapes:
-    rank, query_rank, rope, nope, value = 64, 64, 32, 32, 32
-    writer.add_q_lora_rank(query_rank)
-    writer.add_kv_lora_rank(rank)
-    writer.add_key_length(rank + rope)
-    writer.add_value_length(rank)
-    writer.add_key_length_mla(nope + rope)
-    writer.add_value_length_mla(value)
-    writer.add_rope_dimension_count(rope)
-    writer.add_leading_dense_block_count(n_layer)
-    writer.add_expert_count(0)
-    writer.add_expert_used_count(0)
-    writer.add_expert_shared_count(0)
-    writer.add_expert_feed_forward_length(n_embd)
-    shapes: _Shapes = {}
-    for layer in range(n_layer):
-        shapes |= {
-            f"blk.{layer}.attn_norm": (n_embd,),
-            f"blk.{layer}.attn_q_a": (query_rank, n_embd),
-            f"blk.{layer}.attn_q_a_norm": (query_rank,),
-            f"blk.{layer}.attn_q_b": (n_head * (nope + rope), query_rank),
-            f"blk.{layer}.attn_kv_a_mqa": (rank + rope, n_embd),
-            f"blk.{layer}.attn_kv_a_norm": (rank,),
-            f"blk.{layer}.attn_k_b": (n_head, rank, nope),
-            f"blk.{layer}.attn_v_b": (n_head, value, rank),
-            f"blk.{layer}.attn_output": (n_embd, n_head * value),
-        }
-        shapes |= _feed_forward(layer, n_embd)
-    return shapes
-
-
-def _lfm2(
-    writer: gguf.GGUFWriter, n_layer: int, n_embd: int, n_head: int, n_head_kv: int
-) -> _Shapes:
-    """Short convolutions, and attention in every second layer."""
-    writer.add_head_count_kv([n_head_kv * (layer % 2) for layer in range(n_layer)])
-    writer.add_rope_dimension_count(HEAD_DIM)
-    writer.add_key_length(HEAD_DIM)
-    writer.add_value_length(HEAD_DIM)
-    writer.add_shortconv_l_cache(3)
-    shapes: _Shapes = {}
-    for layer in range(n_layer):
-        shapes[f"blk.{layer}.attn_norm"] = (n_embd,)
-        if layer % 2:
-            shapes |= _attention(layer, n_embd, n_head, n_head_kv)
-            shapes |= _head_norms(layer)
-        else:
-            shapes[f"blk.{layer}.shortconv.conv"] = (n_embd, 3)
-            shapes[f"blk.{layer}.shortconv.in_proj"] = (3 * n_embd, n_embd)
-            shapes[f"blk.{layer}.shortconv.out_proj"] = (n_embd, n_embd)
-        shapes |= _feed_forward(layer, n_embd)
-    return shapes
-
-
-def _mamba(writer: gguf.GGUFWriter, n_layer: int, n_embd: int) -> _Shapes:
-    inner, conv, state, rank = 2 * n_embd, 4, 16, 8
-    writer.add_ssm_conv_kernel(conv)
-    writer.add_ssm_inner_size(inner)
-    writer.add_ssm_state_size(state)
-    writer.add_ssm_time_step_rank(rank)
-    shapes: _Shapes = {}
-    for layer in range(n_layer):
-        shapes |= {
-            f"blk.{layer}.attn_norm": (n_embd,),
-            f"blk.{layer}.ssm_in": (2 * inner, n_embd),
-            f"blk.{layer}.ssm_conv1d": (inner, conv),
-            f"blk.{layer}.ssm_conv1d.bias": (inner,),
-            f"blk.{layer}.ssm_x": (rank + 2 * state, inner),
-            f"blk.{layer}.ssm_dt": (inner, rank),
-            f"blk.{layer}.ssm_dt.bias": (inner,),
-            f"blk.{layer}.ssm_a": (inner, state),
-            f"blk.{layer}.ssm_d": (inner,),
-            f"blk.{layer}.ssm_out": (n_embd, inner),
-        }
-    return shapes
 
 
 def _add_tokenizer(

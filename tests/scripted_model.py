@@ -24,7 +24,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from tests.models import HEAD_DIM, byte_letters
+from tests.model_shapes import HEAD_DIM
+from tests.models import byte_letters
 
 _END, _START, _STOP = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")

@@ -35,9 +35,12 @@ PACKED_MARK = -1
 PACKED_VERSION = 1
 PACKED_WORDS = 4  # mark, version, token count, media count
 _LAYER_HEADER_BYTES = 12
-_DATA_HEADER_BYTES = 16
 CELL_WORDS = 3
-EXTENDED_CELL_WORDS = 6
+EXTENDED_CELL_WORDS = {2: 5, 3: 6, 4: 6}
+"""By version. The extra words are two more positions and, since version 3, the token
+id."""
+DATA_HEADER_WORDS = {2: 2, 3: 2, 4: 4}
+"""By version: v_trans, n_layer and, since version 4, n_rot_k and n_rot_v."""
 
 WORD = np.dtype("<i4")
 
@@ -80,6 +83,13 @@ class StateLayout:
     n_rot_v: int
     k_layers: tuple[RowFormat, ...]
     v_layers: tuple[RowFormat, ...]
+
+    @property
+    def cell_words(self) -> int:
+        """Words of metadata of one cell."""
+        if self.has_extended_cells:
+            return EXTENDED_CELL_WORDS[self.version]
+        return CELL_WORDS
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -159,14 +169,15 @@ def frame_parts(
     if not num_tokens or not num_layers:
         raise ValueError("a frame needs tokens, and a layout that knows the rows")
     token_list = _token_list(layout, tokens)
+    data_header = [layout.v_trans, num_layers, layout.n_rot_k, layout.n_rot_v]
     head = b"".join(
         (
             MAGIC,
             _words([layout.version, len(token_list)]),
             _words(token_list),
             _words([streams, num_tokens]),
-            _words(text_cells(tokens, is_extended=layout.has_extended_cells)),
-            _words([layout.v_trans, num_layers, layout.n_rot_k, layout.n_rot_v]),
+            _words(text_cells(tokens, layout.cell_words)),
+            _words(data_header[: DATA_HEADER_WORDS[layout.version]]),
         )
     )
     parts = [(0, head)]
@@ -222,9 +233,10 @@ def _streams(layout: StateLayout, n_stream: int | None) -> int:
 def _rows_start(layout: StateLayout, num_tokens: int) -> int:
     """Offset of the first layer's header in a file with its cells in stream 0."""
     list_words = num_tokens + (PACKED_WORDS if layout.has_packed_tokens else 0)
-    cell_words = EXTENDED_CELL_WORDS if layout.has_extended_cells else CELL_WORDS
+    cells_words = num_tokens * layout.cell_words
     # magic, version and length; n_stream and num_cells
-    return 12 + (list_words + 2 + num_tokens * cell_words) * 4 + _DATA_HEADER_BYTES
+    words = 3 + list_words + 2 + cells_words + DATA_HEADER_WORDS[layout.version]
+    return words * 4
 
 
 def lay_blocks(
@@ -234,6 +246,9 @@ def lay_blocks(
     runs: list[RowRun] = []
     position = rows_start
     for rows in (*layout.k_layers, *layout.v_layers):
+        if not rows.row_bytes:  # a layer without attention
+            position += _LAYER_HEADER_BYTES
+            continue
         offset = position + _LAYER_HEADER_BYTES
         layer_bytes = _LAYER_HEADER_BYTES + num_tokens * rows.row_bytes
         if rows.element_bytes:
@@ -266,13 +281,12 @@ def _token_list(layout: StateLayout, tokens: NDArray[np.int32]) -> NDArray[np.in
     return np.concatenate((head, tokens, np.zeros(1, dtype=WORD)))
 
 
-def text_cells(tokens: NDArray[np.int32], *, is_extended: bool) -> NDArray[np.int32]:
-    """Metadata of the cells of a text, as it is saved: [num_tokens, words]."""
+def text_cells(tokens: NDArray[np.int32], cell_words: int) -> NDArray[np.int32]:
+    """Metadata of the cells of a text, as it is saved: [num_tokens, cell_words]."""
     positions = np.arange(len(tokens), dtype=WORD)
     ones, zeros = np.ones_like(positions), np.zeros_like(positions)
-    if is_extended:
-        return np.stack((positions, ones, positions, positions, tokens, zeros), axis=1)
-    return np.stack((positions, ones, zeros), axis=1)
+    extra = [positions, positions, tokens][: cell_words - CELL_WORDS]
+    return np.stack((positions, ones, *extra, zeros), axis=1)
 
 
 def _words(words: Sequence[int] | NDArray[np.int32]) -> bytes:

@@ -9,7 +9,8 @@ import pytest
 
 from proxy.blocks import BlockLayout
 from proxy.llamacpp import state
-from tests.models import Architecture, write_tiny_model
+from tests.model_shapes import Architecture
+from tests.models import write_tiny_model
 from tests.runners import Runner, running
 
 PROMPT = [(7 * i * i + 13 * i) % 500 + 3 for i in range(150)]
