@@ -191,7 +191,7 @@ class V1Api:
                 model=model,
                 token_ids=token_ids,
                 path=question.path,
-                body=within_context(question.body, context_tokens=model.context_tokens),
+                body=body,
                 route=route.path,
                 reuse=question.allowed(reuse),
             )
