@@ -151,6 +151,15 @@ class Kvbus:
             for runner in model["runners"]
         ]
 
+    def runner_pid(self, model_name: str) -> int:
+        """Return the pid of the first runner of a model."""
+        pids = [
+            model["runners"][0]["pid"]
+            for model in self.status()["models"]
+            if model["name"] == model_name
+        ]
+        return int(pids[0])
+
     def store_pid(self) -> int:
         """Return the pid of the store, which may seem away for a moment."""
         self.wait(lambda: "pid" in self.status()["store"], what="the store")
