@@ -21,7 +21,7 @@ MAX_QUIET_SECONDS = 20.0
 SIGN_OF_LIFE = b": prefill\n\n"
 
 _PROGRESS = b'"prompt_progress"'
-_END_OF_EVENT = b"\n\n"
+END_OF_EVENT = b"\n\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +51,10 @@ class EngineAnswer:
         async for chunk in self.chunks:
             searched = max(0, len(buffer) - 1)
             buffer += chunk
-            end = buffer.rfind(_END_OF_EVENT, searched)
+            end = buffer.rfind(END_OF_EVENT, searched)
             if end < 0:
                 continue
-            stop = end + len(_END_OF_EVENT)
+            stop = end + len(END_OF_EVENT)
             events = bytes(buffer[:stop])
             del buffer[:stop]
             if not self.keeps_progress and _PROGRESS in events:
@@ -75,8 +75,8 @@ class EngineAnswer:
 
 def _without_progress(events: bytes) -> bytes:
     kept = [
-        event + _END_OF_EVENT
-        for event in events.split(_END_OF_EVENT)
+        event + END_OF_EVENT
+        for event in events.split(END_OF_EVENT)
         if event and _PROGRESS not in event
     ]
     return b"".join(kept)

@@ -162,7 +162,7 @@ class Orchestrator:
         trace.plan, trace.restored_tokens, trace.restored_bytes = NO_PLAN, 0, 0
         turn.keeps_slot = slot.namespace == namespace
         if not turn.keeps_slot:
-            slot.namespace, slot.token_ids = namespace, NO_TOKENS
+            slot.forget()  # until the engine has: this turn may be given up before
         trace.slot_tokens = slot.shared_tokens(token_ids, namespace)
         try:
             trace.plan = await self._plan_and_restore(turn, model.costs(slot.runner))
@@ -299,6 +299,7 @@ class Orchestrator:
         is_shifted = totals.is_shifted
         if is_shifted is None:
             is_shifted = num_tokens + 1 >= slot.runner.context_tokens
+        turn.take_slot()  # the engine has evaluated this turn's prompt in it
         if is_shifted and slot.runner.shifts_context:
             slot.forget()
         elif is_shifted or len(prompt_ids) != totals.prompt_tokens:
@@ -351,7 +352,7 @@ async def _empty(turn: ActiveTurn) -> None:
     except (SlotError, UpstreamError) as exc:
         logger.debug("event=erase.failed id=%s reason=%r", turn.request_id, str(exc))
     else:
-        turn.keeps_slot = True
+        turn.take_slot()
 
 
 async def _lease(model: Model, request: RequestedTurn, trace: TurnTrace) -> Slot:

@@ -80,7 +80,7 @@ class Restorer:
                 raise StoreError("a block was gone, damaged or of another model")
             with trace.stage("restore"):
                 await _load_slot(slot, file.name, token_ids)
-            turn.keeps_slot = True
+            turn.take_slot()
             loaded = time.monotonic()
             is_reusable = True
         except StoreTimeout:

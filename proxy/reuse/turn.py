@@ -9,6 +9,7 @@ Rules:
 5. What the slot holds of another namespace is not reused.
 """
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from proxy.errors import RunnerGone
-from proxy.llamacpp.answers import EngineAnswer
+from proxy.llamacpp.answers import END_OF_EVENT, EngineAnswer
 from proxy.llamacpp.client import LlamaServerClient
 from proxy.llamacpp.totals import EngineTotals, TotalsScanner, is_final, read_event
 from proxy.prefix.hashing import TokenIds
@@ -46,6 +47,8 @@ class ActiveTurn:
     generated: list[int] = field(default_factory=list)
     num_events: int = 0
     """Of a streamed answer, so far."""
+    held_seconds: float = 0.0
+    """How long its reader was busy with them: the engine went on meanwhile."""
     is_refused: bool = False
     """Whether the runner answered with an error."""
     totals: EngineTotals | None = None
@@ -75,6 +78,11 @@ class ActiveTurn:
         """How many tokens were restored from the store."""
         return self.trace.restored_tokens
 
+    def take_slot(self) -> None:
+        """Note that what another namespace left in the slot is gone."""
+        self.slot.namespace = self.request.reuse.namespace
+        self.keeps_slot = True
+
     async def events(self) -> AsyncGenerator[dict[str, Any]]:
         """Forward the prompt to the slot; yield the engine's events up to the last.
 
@@ -87,7 +95,11 @@ class ActiveTurn:
                 else:
                     self.generated += event.get("tokens", ())
                 self.num_events += 1
-                yield event
+                handed = time.monotonic()
+                try:
+                    yield event
+                finally:
+                    self.held_seconds += time.monotonic() - handed
                 if self.totals is not None:
                     return
                 event = await _next_event(events)
@@ -235,11 +247,15 @@ class RelayedAnswer:
         scanner = TotalsScanner()
         is_read = self._answer.is_event_stream or self.status == OK_STATUS
         self._turn.is_refused = self.status != OK_STATUS
-        chunk = self._first
+        turn, chunk = self._turn, self._first
         while chunk:
-            self._turn.num_events += 1
+            turn.num_events += chunk.count(END_OF_EVENT)
             if is_read:
                 scanner.feed(chunk)
-                self._turn.totals = scanner.totals
-            yield chunk
+                turn.totals = scanner.totals
+            handed = time.monotonic()
+            try:
+                yield chunk
+            finally:
+                turn.held_seconds += time.monotonic() - handed
             chunk = await anext(self._rest, b"")

@@ -474,3 +474,54 @@ async def test_a_turn_moves_from_a_dead_runner(is_relayed: bool) -> None:
         assert "0/1 leased" in repr(it.model.pool)
         other.close_files()
         await client.close()
+
+
+@pytest.mark.parametrize("at", ["lookup", "erase"])
+async def test_a_turn_that_is_given_up_before_the_slot_is_emptied(at: str) -> None:
+    """The next one of its namespace gets nothing of the other namespace's either."""
+    async with bench() as it:
+        await it.ask()
+        reached, goes_on = asyncio.Event(), asyncio.Event()
+        owner, name = (
+            (it.store, "contains")
+            if at == "lookup"
+            else (it.runner.client, "erase_slot")
+        )
+        real = getattr(owner, name)
+
+        async def wait(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            reached.set()
+            await goes_on.wait()
+            return await real(*args, **kwargs)
+
+        setattr(owner, name, wait)
+        leaving = asyncio.create_task(it.ask(namespace="tenant"))
+        await reached.wait()
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        goes_on.set()
+        await it.ask(namespace="tenant")
+        assert it.server.calls[-3:] == ["erase", "completion 0", "save"]
+
+
+@pytest.mark.parametrize("is_relayed", [False, True])
+async def test_what_was_heard_and_how_long_its_reader_took(is_relayed: bool) -> None:
+    """Events are counted one by one, and the time between them as the reader's."""
+    async with bench() as it:
+        request = it.request()
+        if is_relayed:
+            body = {"n_predict": 3, "prompt": PROMPT.tolist(), "stream": True}
+            request = replace(request, body=body, path="/v1/completions")
+        async with it.orchestrator.turn(request) as turn:
+            if is_relayed:
+                async with turn.forward() as answer:
+                    async for _ in answer.chunks():
+                        await asyncio.sleep(0.01)
+            else:
+                async for _ in turn.events():
+                    await asyncio.sleep(0.01)
+        assert isinstance(turn, ActiveTurn)
+        assert turn.num_events == 4
+        assert turn.held_seconds >= 0.009
+        await it.orchestrator.drain(timeout_seconds=5)

@@ -16,6 +16,7 @@ def broken_off(
     *,
     num_prompt_tokens: int = 100,
     num_events: int = 0,
+    held_seconds: float = 0.0,
     path: str = "/v1/chat/completions",
     is_refused: bool = False,
     shifts_context: bool = True,
@@ -34,6 +35,7 @@ def broken_off(
         cast("Any", None),
         cast("Any", None),
         num_events=num_events,
+        held_seconds=held_seconds,
         is_refused=is_refused,
     )
     return may_have_shifted(turn)
@@ -44,6 +46,9 @@ def broken_off(
     [
         ({"stream": True, "num_events": 1000}, False),
         ({"stream": True, "num_events": 2000}, True),
+        ({"stream": True, "num_events": 1000, "held_seconds": 0.1}, False),
+        ({"stream": True, "num_events": 9, "held_seconds": 1.0}, True),
+        ({"stream": True, "held_seconds": 9.0, "max_tokens": 100}, False),
         ({"stream": True, "num_prompt_tokens": 3900}, True),
         ({"stream": True, "num_prompt_tokens": 3900, "max_tokens": 100}, False),
         ({"stream": True, "num_events": 2000, "max_tokens": 8, "n_predict": -1}, False),
