@@ -20,7 +20,7 @@ from proxy.errors import RequestError
 _SAME = ("temperature", "top_p", "top_k", "stream", "chat_template_kwargs")
 """Fields that mean the same on both sides, as the runner's own route takes them."""
 
-_CHANGING = re.compile(r"(x-anthropic-billing-header:[^;]*(?:;[^;]*)*?cch=)\w{5}(?=;)")
+_CHANGING = re.compile(r"(x-anthropic-billing-header:.*?cch=)\w{5}(?=;)", re.DOTALL)
 """A stamp that Claude Code puts first in its system text, new for each request: with
 it no two prompts would have a prefix in common. Runners blank it too."""
 
@@ -64,7 +64,8 @@ def _system(system: object) -> Iterator[dict[str, Any]]:
 
 
 def _steady(text: str) -> str:
-    return _CHANGING.sub(r"\1fffff", text, count=1) if text[:2] == "x-" else text
+    found = _CHANGING.match(text)  # at the very beginning: it takes linear time
+    return f"{found[1]}fffff{text[found.end() :]}" if found else text
 
 
 def _text(block: object) -> str:

@@ -19,7 +19,7 @@ from aiohttp import web
 from proxy.errors import RequestError
 from proxy.ollama import sharing
 from proxy.ollama.gojson import decode, kind_of
-from proxy.ollama.schema_bounds import check_grammar, check_schema
+from proxy.ollama.schema_bounds import check_grammar, check_schema, check_triggers
 
 MAX_UNPACKED_BYTES = 20 << 20
 """Ollama's own bound on a body in zstd, after decompression."""
@@ -98,6 +98,7 @@ def check_bounds(body: Mapping[str, Any]) -> None:
     for tool in tools if isinstance(tools, list) else ():
         check_schema(tool)
     check_grammar(body.get("grammar"))
+    check_triggers(body.get("grammar_triggers"))
 
 
 def within_context(body: Mapping[str, Any], *, context_tokens: int) -> dict[str, Any]:

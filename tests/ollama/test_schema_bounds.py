@@ -9,8 +9,10 @@ from proxy.ollama.schema_bounds import (
     MAX_GRAMMAR_CHARACTERS,
     MAX_SCHEMA_ITEMS,
     MAX_SCHEMA_OBJECTS,
+    MAX_SCHEMA_VALUES,
     check_grammar,
     check_schema,
+    check_triggers,
 )
 
 
@@ -38,6 +40,8 @@ def test_the_bounds_themselves_are_allowed() -> None:
         ({"type": "array", "minItems": 10**8}, "100000, not 100000000"),
         ({"maxItems": float("inf")}, "100000, not inf"),
         ({"allOf": [{"maxItems": 60_000}, {"items": {"maxItems": 60_000}}]}, "120000"),
+        ({"properties": dict.fromkeys(map(str, range(2000)), True)}, "not 2002"),
+        ({"enum": ["x"] * (MAX_SCHEMA_VALUES + 1)}, "may hold 100000 values"),
     ],
 )
 def test_larger_schemas_are_refused(schema: dict[str, object], says: str) -> None:
@@ -59,3 +63,12 @@ def test_larger_grammars_are_refused(grammar: str) -> None:
     """Too many brackets, or too many characters."""
     with pytest.raises(RequestError, match="a grammar may have"):
         check_grammar(grammar)
+
+
+def test_triggers_of_a_grammar_are_no_patterns() -> None:
+    """A word or a token may trigger it; 12 characters of a pattern stop an engine."""
+    check_triggers(None)
+    check_triggers([{"type": 1, "value": "x"}, {"value": "x"}, {"type": 0}, 5])
+    for kind in (2, 3, "2"):
+        with pytest.raises(RequestError, match="not patterns"):
+            check_triggers([{"type": kind, "value": "(a|b|.)*Z"}])

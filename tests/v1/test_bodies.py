@@ -8,6 +8,7 @@ from aiohttp.test_utils import make_mocked_request
 from proxy.errors import RequestError
 from proxy.v1.bodies import (
     MAX_UNPACKED_BYTES,
+    check_bounds,
     has_media,
     read_object,
     take_model,
@@ -101,6 +102,24 @@ def test_only_what_breaks_a_lease_is_taken_out() -> None:
     assert list(kept) == ["model", "zzz", "cache_prompt", "messages"]
     assert kept["zzz"] == {"id_slot": 3}
     assert "n" in body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"json_schema": {"minItems": 10**8}},
+        {"response_format": {"json_schema": {"schema": {"maxItems": 10**8}}}},
+        {"text": {"format": {"schema": {"maxItems": 10**8}}}},
+        {"tools": [{"input_schema": {"maxItems": 10**8}}]},
+        {"grammar": "(" * 10**5},
+        {"grammar_triggers": [{"type": 2, "value": "(a|b|.)*Z"}]},
+    ],
+)
+def test_what_would_end_an_engine_is_refused(body: dict[str, object]) -> None:
+    """Wherever it stands in a body."""
+    with pytest.raises(RequestError, match="may") as caught:
+        check_bounds(body)
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(

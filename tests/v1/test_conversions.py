@@ -59,8 +59,12 @@ def test_a_stamp_that_changes_is_blanked() -> None:
     )
     assert first == second
     assert first["content"].endswith("cch=fffff;You are")
-    other = "Tell me of cch=a5145; and so on"
-    assert chat_of(system=other)["messages"][0]["content"] == other
+    others = (
+        "Tell me of cch=a5145; and so on",
+        "x-anthropic-billing-header:" * 40_000,  # hours for a search that backtracks
+    )
+    for other in others:
+        assert chat_of(system=other)["messages"][0]["content"] == other
 
 
 def test_blocks_of_a_turn_with_tools() -> None:
