@@ -312,11 +312,16 @@ class _Walk:
         if not 1 <= num_layers <= MAX_LAYERS:
             raise StateFormatError(f"{num_layers} layers")
         rows: list[RowFormat] = []
+        num_first = 0  # how many are like the first one
         while len(rows) < 2 * num_layers:
             self.spend(1)
             rows.append(_read_state_row(reader, num_cells))
+            if rows[-1] == rows[0] and num_first == len(rows) - 1:
+                num_first += 1
+            elif rows[-1] != rows[num_first]:
+                raise StateFormatError("states of different sizes")
             half, is_odd = divmod(len(rows), 2)
-            if not is_odd and len({*rows[:half]}) == len({*rows[half:]}) == 1:
+            if not is_odd and num_first in (half, len(rows)):
                 yield RecurrentSection(
                     start=start,
                     stop=reader.position,

@@ -5,7 +5,7 @@ import mmap
 import struct
 import time
 import tracemalloc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,109 +13,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.blocks import BlockLayout
 from proxy.llamacpp import state
 from proxy.llamacpp.state import RowFormat, StateFormatError, StateLayout
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One slot file to be: its layout, tokens, stream, and rows by layer."""
-
-    layout: StateLayout
-    token_ids: tuple[int, ...]
-    stream: int
-    seed: int
-
-    def rows(self) -> list[np.ndarray]:
-        """Random rows, one array [tokens, row_bytes] for each layer's K and V."""
-        random = np.random.default_rng(self.seed)
-        formats = (*self.layout.k_layers, *self.layout.v_layers)
-        count = len(self.token_ids)
-        return [
-            random.integers(0, 256, (count, rows.row_bytes), np.uint8)
-            for rows in formats
-        ]
-
-
-def write_plainly(sample: Sample) -> bytes:
-    """Write the file the long way round, field by field, cell by cell."""
-    layout, tokens = sample.layout, sample.token_ids
-    words = list(tokens)
-    if layout.has_packed_tokens:
-        words = [-1, 1, len(tokens), *tokens, 0]
-    out = [b"qsgg", struct.pack("<II", layout.version, len(words))]
-    out += [struct.pack("<i", word) for word in words]
-    out.append(struct.pack("<I", layout.n_stream))
-    for stream in range(layout.n_stream):
-        if stream != sample.stream:
-            out.append(struct.pack("<I", 0))
-            continue
-        out.append(struct.pack("<I", len(tokens)))
-        for position, token in enumerate(tokens):
-            out.append(struct.pack("<iI", position, 1))
-            if layout.has_extended_cells:
-                out.append(struct.pack("<ii", position, position))
-                if layout.version > 2:
-                    out.append(struct.pack("<i", token))
-            out.append(struct.pack("<i", stream))
-        out.append(struct.pack("<II", layout.v_trans, len(layout.k_layers)))
-        if layout.version > 3:
-            out.append(struct.pack("<II", layout.n_rot_k, layout.n_rot_v))
-        formats = (*layout.k_layers, *layout.v_layers)
-        for rows, data in zip(formats, sample.rows(), strict=True):
-            if rows.element_bytes:
-                count = rows.row_bytes // rows.element_bytes
-                head = (rows.ggml_type, rows.element_bytes, count)
-                out.append(struct.pack("<iII", *head))
-                elements = data.reshape(len(tokens), count, rows.element_bytes)
-                out.append(elements.transpose(1, 0, 2).tobytes())
-            else:
-                out.append(struct.pack("<iQ", rows.ggml_type, rows.row_bytes))
-                out.append(data.tobytes())
-    return b"".join(out)
-
-
-def payload(data: bytes | bytearray, places: BlockLayout, index: int) -> bytes:
-    """Give what a store would keep of one block."""
-    return b"".join(data[o : o + n] for o, n in places.pieces(index))
-
-
-row_formats = st.builds(RowFormat, st.integers(0, 40), st.integers(1, 40))
-
-
-@st.composite
-def samples(draw: st.DrawFn) -> Sample:
-    """Files of all kinds: plain and packed, mixed layers, transposed V, no V."""
-    k_layers = draw(st.lists(row_formats, min_size=1, max_size=4))
-    if draw(st.booleans()):
-        k_layers = [k_layers[0]] * len(k_layers)
-    v_layers = [draw(row_formats) for _ in k_layers]
-    v_trans = draw(st.integers(0, 1))
-    if v_trans:
-        size = draw(st.sampled_from((1, 2, 4)))
-        v_layers = [
-            replace(v, row_bytes=3 * size, element_bytes=size) for v in k_layers
-        ]
-    elif draw(st.booleans()):
-        v_layers = []
-    n_stream = draw(st.integers(1, 5))
-    version = draw(st.integers(2, 4))
-    rotations = st.sampled_from((0, 32) if version > 3 else (0,))
-    layout = StateLayout(
-        version=version,
-        has_packed_tokens=draw(st.booleans()),
-        has_extended_cells=draw(st.booleans()),
-        n_stream=n_stream,
-        v_trans=v_trans,
-        n_rot_k=draw(rotations),
-        n_rot_v=draw(rotations),
-        k_layers=tuple(k_layers),
-        v_layers=tuple(v_layers),
-    )
-    tokens = draw(st.lists(st.integers(2, 2**31 - 1), min_size=2, max_size=40))
-    stream = draw(st.integers(0, n_stream - 1))
-    return Sample(layout, tuple(tokens), stream, draw(st.integers(0, 99)))
+from tests.llamacpp.state_samples import (
+    Sample,
+    compose,
+    payloads,
+    samples,
+    write_plainly,
+)
 
 
 @settings(deadline=None)
@@ -138,30 +44,55 @@ def test_frame_and_blocks_make_the_file_of_the_cut(
 ) -> None:
     """A frame and copied blocks equal the file of the first tokens, byte for byte."""
     saved = write_plainly(sample)
-    parsed = state.parse(saved, len(saved))
-    places = state.block_layout(parsed, block_size)
-    num_blocks = data.draw(st.integers(0, places.num_blocks))
-    num_tokens = num_blocks * block_size
+    blocks = payloads(saved, block_size=block_size)
+    num_tokens = data.draw(st.integers(0, len(blocks))) * block_size
     if not num_tokens:
         return
-    token_ids = sample.token_ids[:num_tokens]
-    size = state.file_bytes(sample.layout, num_tokens, n_stream=n_stream)
-    composed = bytearray(b"\xa5" * (size + 7))
-    written = state.write_frame(
-        composed, parsed.layout, token_ids=token_ids, n_stream=n_stream
+    composed = compose(
+        state.parse(saved, len(saved)).layout,
+        sample.token_ids[:num_tokens],
+        blocks,
+        block_size=block_size,
+        n_stream=n_stream,
     )
-    target = state.block_layout_for(parsed.layout, num_tokens, block_size=block_size)
-    assert (written, target.num_blocks) == (size, num_blocks)
-    for index in range(num_blocks):
-        kept = payload(saved, places, index)
-        assert len(kept) == places.block_bytes == target.block_bytes
-        for offset, length in target.pieces(index):
-            composed[offset : offset + length], kept = kept[:length], kept[length:]
-    assert target.end <= size
-    assert composed[size:] == b"\xa5" * 7
+    assert composed == write_cut(sample, num_tokens, n_stream)
 
-    expected = write_cut(sample, num_tokens, n_stream)
-    assert composed[:size] == expected
+
+@settings(deadline=None)
+@given(samples(), st.data())
+def test_a_file_is_what_its_parts_make(sample: Sample, data: st.DataObject) -> None:
+    """A file of whole blocks with its cells in stream 0 is composed of its own parts.
+
+    Byte for byte, with blocks of any size that leave no token over.
+    """
+    count = len(sample.token_ids)
+    sizes = [size for size in range(1, count + 1) if not count % size]
+    block_size = data.draw(st.sampled_from(sizes))
+    saved = write_plainly(replace(sample, stream=0))
+    parsed = state.parse(saved, len(saved))
+    composed = compose(
+        parsed.layout,
+        parsed.token_ids.tolist(),
+        payloads(saved, block_size=block_size),
+        block_size=block_size,
+    )
+    assert composed == saved
+
+
+@settings(deadline=None)
+@given(samples())
+def test_a_frame_leaves_the_rest_of_the_buffer_alone(sample: Sample) -> None:
+    """Neither rows nor what follows the file are touched by its frame."""
+    layout, token_ids = sample.layout, sample.token_ids
+    size = state.file_bytes(layout, len(token_ids))
+    buffer = bytearray(b"\xa5" * (size + 7))
+    assert state.write_frame(buffer, layout, token_ids=token_ids) == size
+    assert buffer[size:] == b"\xa5" * 7
+    places = state.block_layout_for(layout, len(token_ids), block_size=1)
+    assert places.end <= size
+    for index in range(places.num_blocks):
+        for offset, length in places.pieces(index):
+            assert buffer[offset : offset + length] == b"\xa5" * length
 
 
 def write_cut(sample: Sample, num_tokens: int, n_stream: int) -> bytes:

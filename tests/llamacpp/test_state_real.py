@@ -9,6 +9,7 @@ import pytest
 
 from proxy.blocks import BlockLayout
 from proxy.llamacpp import state
+from tests.llamacpp.state_samples import compose, payloads
 from tests.model_shapes import Architecture
 from tests.models import write_tiny_model
 from tests.runners import Runner, running
@@ -74,33 +75,13 @@ def runner(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 def compose_cut(saved: bytes, *, num_tokens: int, n_stream: int | None = None) -> bytes:
     """Make a file of the first tokens: a frame, and the rows block by block."""
     parsed = state.parse(saved, len(saved))
-    size = state.file_bytes(parsed.layout, num_tokens, n_stream=n_stream)
-    composed = bytearray(size)
-    token_ids = parsed.token_ids[:num_tokens]
-    written = state.write_frame(
-        composed, parsed.layout, token_ids=token_ids, n_stream=n_stream
+    return compose(
+        parsed.layout,
+        parsed.token_ids[:num_tokens].tolist(),
+        payloads(saved, block_size=BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        n_stream=n_stream,
     )
-    assert written == size
-    copy_blocks(
-        saved,
-        state.block_layout(parsed, BLOCK_SIZE),
-        composed,
-        state.block_layout_for(parsed.layout, num_tokens, block_size=BLOCK_SIZE),
-    )
-    return bytes(composed)
-
-
-def copy_blocks(
-    source: bytes, places: BlockLayout, target: bytearray, target_places: BlockLayout
-) -> None:
-    """Copy the blocks that the target has room for, as a store does."""
-    assert places.block_bytes == target_places.block_bytes
-    for index in range(target_places.num_blocks):
-        payload = b"".join(source[o : o + n] for o, n in places.pieces(index))
-        position = 0
-        for offset, length in target_places.pieces(index):
-            target[offset : offset + length] = payload[position : position + length]
-            position += length
 
 
 def test_a_save_is_understood(runner: Runner, kind: Kind) -> None:
@@ -174,28 +155,6 @@ def test_an_empty_slot_has_no_layers(runner: Runner) -> None:
     assert parsed.num_cells == len(parsed.token_ids) == 0
     assert parsed.layout.k_layers == ()
     assert state.block_layout(parsed, BLOCK_SIZE) == BlockLayout((), 0)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "reason"),
-    [
-        ("gemma3", "several attention caches (sliding window or sparse)"),
-        ("lfm2", "attention and recurrent"),
-        ("mamba", "recurrent"),
-    ],
-)
-def test_other_memory_kinds_are_named(
-    architecture: Architecture, reason: str, tmp_path: Path
-) -> None:
-    """Saves of windowed, hybrid and recurrent models are refused by their kind."""
-    model = write_tiny_model(tmp_path / "m.gguf", seed=1, architecture=architecture)
-    with running(model) as runner:
-        for prompt in (PROMPT[:1], PROMPT):
-            runner.complete(prompt, slot=1, num_tokens=0)
-            saved = runner.save(1, "s").read_bytes()
-            with pytest.raises(state.UnsupportedStateError) as caught:
-                state.parse(saved, len(saved))
-            assert caught.value.reason == reason
 
 
 def test_a_generated_reply_is_in_the_file_but_for_its_last_token(
