@@ -8,6 +8,8 @@ Rules:
 3. Of a single prompt, as in `/api/generate`, tokens are cut off: the first `num_keep`
    stay, and of the rest the newest, so that about half of the context is free.
 4. What is refused is refused in the words that Ollama, or its runner, has for it.
+5. Nothing is left out for a request that asks for a longer context than there is: it
+   counts on all of its prompt being read. Many clients ask for more than they use.
 """
 
 from bisect import bisect_left
@@ -34,17 +36,23 @@ def context_limit(options: SamplingOptions, *, context_tokens: int) -> int:
     """Tell how many tokens prompt and reply may have together.
 
     `num_ctx` narrows what the slot holds (`context_tokens`); it cannot widen it.
-    Raises RequestError (400).
     """
     if options.num_ctx is None or options.num_ctx <= 0:
         return context_tokens
-    if options.num_ctx > context_tokens:
-        raise RequestError(
-            400,
-            f"num_ctx {options.num_ctx} is larger than the context length that this "
-            f"model is served with, {context_tokens}: leave num_ctx out or lower it",
-        )
-    return options.num_ctx
+    return min(options.num_ctx, context_tokens)
+
+
+def asks_for_more(
+    options: SamplingOptions, *, context_tokens: int, trained_tokens: int
+) -> bool:
+    """Tell whether a request counts on a longer context than the slot has.
+
+    More than the model was trained for (`trained_tokens`) is what Ollama does not
+    give either.
+    """
+    if options.num_ctx is None:
+        return False
+    return context_tokens < min(options.num_ctx, trained_tokens)
 
 
 def least_tokens(text: str, *, longest_token_bytes: int) -> int:
@@ -83,6 +91,18 @@ def exceeds_context(num_tokens: int, *, limit: int) -> RequestError:
         "n_ctx": limit,
     }
     return RequestError(400, orjson.dumps({"error": error}).decode())
+
+
+def has_less_context(
+    num_tokens: int, *, num_ctx: int | None, limit: int
+) -> RequestError:
+    """Make the error of a prompt that would fit the context that was asked for."""
+    return RequestError(
+        400,
+        f"num_ctx {num_ctx} is larger than the context length that this model is "
+        f"served with, {limit}, and the prompt has {num_tokens} tokens or more: "
+        "shorten it, or serve the model with a larger --ctx",
+    )
 
 
 def must_not_be_cut() -> RequestError:

@@ -22,10 +22,12 @@ from proxy.ollama.events import EventReader
 from proxy.ollama.modelfile import own_template, with_messages
 from proxy.ollama.options import SamplingOptions
 from proxy.ollama.prompt_length import (
+    asks_for_more,
     context_limit,
     cut_tokens,
     exceeds_context,
     fits,
+    has_less_context,
     must_not_be_cut,
 )
 from proxy.ollama.prompt_texts import (
@@ -96,6 +98,11 @@ async def prepare(
     """
     json_schema = parse_format(wanted.format)
     limit = context_limit(options, context_tokens=model.context_tokens)
+    is_short = asks_for_more(
+        options, context_tokens=limit, trained_tokens=model.facts.context_length
+    )
+    if is_short:
+        wanted = replace(wanted, truncate=False)
     shifts = wanted.shift
     if shifts is None:
         shifts = model.facts.architecture != _UNSHIFTED
@@ -116,6 +123,10 @@ async def prepare(
     if wanted.debug_render_only:
         return Prompt(text=written.text, token_ids=NO_TOKENS, body={})
     if not fits(written.num_tokens, limit=limit):
+        if is_short:
+            raise has_less_context(
+                written.num_tokens, num_ctx=options.num_ctx, limit=limit
+            )
         if can_cut and not shifts:
             raise must_not_be_cut()
         if not room.may_cut:

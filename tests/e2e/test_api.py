@@ -102,12 +102,15 @@ def test_the_same_greedy_request_gives_the_same_text(served: Kvbus) -> None:
             "must be of type integer",
         ),
         (
-            b'{"model": "tiny:1b", "prompt": "x", "options": {"num_ctx": 100000}}',
+            b'{"model": "tiny:1b", "prompt": "' + b"word " * 8000 + b'", "options":'
+            b' {"num_ctx": 100000}}',
             400,
-            "4096",
+            "num_ctx 100000 is larger than the context length",
         ),
         (
-            b'{"model": "tiny:1b", "raw": true, "prompt": "' + b"word " * 8000 + b'"}',
+            b'{"model": "tiny:1b", "raw": true, "shift": false, "prompt": "'
+            + b"word " * 8000
+            + b'"}',
             400,
             "context length",
         ),
@@ -125,7 +128,8 @@ def test_bad_input_gets_ollamas_error(
 
 def test_a_body_of_50_megabytes(served: Kvbus) -> None:
     """It is read, and refused as too long at once; others are served meanwhile."""
-    body = {"model": "tiny:1b", "raw": True, "prompt": "word " * 10_000_000}
+    prompt = "word " * 10_000_000
+    body = {"model": "tiny:1b", "raw": True, "shift": False, "prompt": prompt}
     answer = served.post("/api/generate", body)
     assert answer.status_code == 400
     assert "context length" in answer.json()["error"]

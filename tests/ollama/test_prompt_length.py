@@ -6,11 +6,11 @@ import json
 import numpy as np
 import pytest
 
-from proxy.errors import RequestError
 from proxy.ollama import fill_in, prompt_length
 from proxy.ollama.options import SamplingOptions
 from proxy.ollama.prompt_length import (
     Tried,
+    asks_for_more,
     context_limit,
     cut_tokens,
     drop_oldest,
@@ -28,19 +28,27 @@ def test_worked_examples(module: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ctx", "limit"), [(None, 4096), (0, 4096), (2048, 2048), (4096, 4096)]
+    ("num_ctx", "limit"),
+    [(None, 4096), (0, 4096), (2048, 2048), (4096, 4096), (8192, 4096)],
 )
 def test_num_ctx_narrows_the_context(num_ctx: int | None, limit: int) -> None:
-    """A request may ask for less context than the slot has."""
+    """A request may ask for less context than the slot has, and gets no more."""
     options = SamplingOptions(num_ctx=num_ctx)
     assert context_limit(options, context_tokens=4096) == limit
 
 
-def test_num_ctx_cannot_widen_the_context() -> None:
-    """Asking for more is refused, and the text names both numbers."""
-    with pytest.raises(RequestError, match=r"num_ctx 8192 .* 4096") as caught:
-        context_limit(SamplingOptions(num_ctx=8192), context_tokens=4096)
-    assert caught.value.status == 400
+@pytest.mark.parametrize(
+    ("num_ctx", "trained_tokens", "is_more"),
+    [(None, 8192, False), (0, 8192, False), (2048, 8192, False), (4096, 8192, False),
+     (4097, 8192, True), (131072, 8192, True), (131072, 4096, False)],
+)  # fmt: skip
+def test_who_counts_on_more_context(
+    num_ctx: int | None, trained_tokens: int, is_more: bool
+) -> None:
+    """Not who gets all that the model was trained for, whatever the number."""
+    options = SamplingOptions(num_ctx=num_ctx)
+    found = asks_for_more(options, context_tokens=4096, trained_tokens=trained_tokens)
+    assert found == is_more
 
 
 def test_a_prompt_needs_room_for_one_token_of_reply() -> None:

@@ -225,3 +225,38 @@ def test_values_are_put_into_the_engines_ranges() -> None:
     assert body["top_k"] == 2**31 - 1
     assert body["seed"] == 7
     assert body["stop"] == ["END"]
+
+
+@pytest.mark.parametrize("abilities", ["", "calls"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "messages": [
+                QUESTION,
+                {"role": "assistant", "content": "x" * 5000},
+                QUESTION,
+            ]
+        },
+        {"prompt": "x" * 5000},
+        {"prompt": "x" * 5000, "raw": True},
+        {"prompt": "x" * 5000, "shift": False},
+        {"prompt": "x" * 5000, "truncate": True},
+    ],
+)
+async def test_a_request_for_more_context_loses_nothing_of_its_prompt(
+    abilities: str, fields: dict[str, Any]
+) -> None:
+    """It is served where it fits what there is, else refused with the three numbers."""
+    model = model_that(abilities)
+    parse = parse_generate if "prompt" in fields else parse_chat
+    wanted = parse(json.dumps({"model": "m", **fields}).encode())
+    options = SamplingOptions(num_ctx=6000)
+    with pytest.raises(
+        RequestError, match=r"num_ctx 6000 .* 4096, .* 5\d\d\d"
+    ) as caught:
+        await prepare(wanted, model, options=options)
+    assert caught.value.status == 400
+    short = parse_generate(b'{"model": "m", "prompt": "Hi"}')
+    prompt = await prepare(short, model, options=options)
+    assert prompt.body["n_predict"] == 10 * 4096
