@@ -165,7 +165,7 @@ class TurnReply:
         )
 
 
-class ClientGoneError(Exception):
+class ClientGoneError(ConnectionError):
     """The client closed its connection while we wrote to it."""
 
 

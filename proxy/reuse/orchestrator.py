@@ -118,6 +118,9 @@ class Orchestrator:
                 if not await turn.slot.runner.client.is_healthy():
                     turn.slot.runner.report_lost(str(exc))
                 raise
+            except ConnectionError:  # the client's: it was written to and is gone
+                trace.result = "cancelled"
+                raise
             except Exception:
                 trace.result = "failed"
                 raise

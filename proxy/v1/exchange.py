@@ -25,6 +25,7 @@ from proxy.ollama.backend import (
     RequestOutcome,
 )
 from proxy.ollama.failures import CLIENT_GONE_STATUS, to_failure
+from proxy.ollama.replies import ClientGoneError
 from proxy.v1.failures import Dialect, error_response
 from proxy.v1.gathering import Gathering
 from proxy.v1.translators import Translator
@@ -36,10 +37,6 @@ _CONTENT = re.compile(
 """In an event: the first words of a reply, of whatever route."""
 
 _CUT_SHORT = ("length", "max_tokens", "incomplete")
-
-
-class ClientGoneError(Exception):
-    """The client closed its connection while we wrote to it."""
 
 
 @dataclass(slots=True)
