@@ -288,8 +288,6 @@ def serve(options: ServeOptions) -> int:
         level=options.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("httpcore").setLevel(logging.WARNING)
     logging.getLogger("aiohttp.server").addFilter(_is_not_a_bad_request)
     asyncio.run(_serve(options))
     return 0
@@ -298,7 +296,6 @@ def serve(options: ServeOptions) -> int:
 async def _serve(options: ServeOptions) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_report_loop_error)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     await Application(options).run(stop)
@@ -308,21 +305,6 @@ def _is_not_a_bad_request(record: logging.LogRecord) -> bool:
     """Keep what is no HTTP out of the log: aiohttp quotes it, it may be a prompt."""
     exc = record.exc_info[1] if record.exc_info else None
     return not isinstance(exc, HttpProcessingError)
-
-
-def _report_loop_error(
-    loop: asyncio.AbstractEventLoop, context: dict[str, object]
-) -> None:
-    """Log what a callback raised, unless it is of no consequence.
-
-    anyio gives a future's `set_result` to the loop as a reader. Where a request is
-    cancelled just as its unix socket has something to read, that future has ended.
-    """
-    is_late_result = isinstance(
-        context.get("exception"), asyncio.InvalidStateError
-    ) and "Future.set_result" in str(context["message"])
-    if not is_late_result:
-        loop.default_exception_handler(context)
 
 
 def say(text: str) -> None:

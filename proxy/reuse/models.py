@@ -176,7 +176,10 @@ class Model:
 
     def costs(self, runner: Runner) -> CostModel:
         """Return what is learned of one runner; it outlives the runner's restarts."""
-        return self._costs.setdefault(runner.runner_id, CostModel())
+        costs = self._costs.get(runner.runner_id)
+        if costs is None:
+            costs = self._costs[runner.runner_id] = CostModel()
+        return costs
 
     def renew(
         self, facts: ModelFacts, modelfile: Modelfile, *, projector: ModelFacts | None
