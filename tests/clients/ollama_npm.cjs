@@ -20,6 +20,7 @@ const schema = {
   type: "object",
   properties: { mood: { enum: ["good", "bad"] } },
   required: ["mood"],
+  additionalProperties: false,
 };
 
 const gather = async (stream) => {

@@ -25,6 +25,7 @@ SCHEMA = {
     "type": "object",
     "properties": {"mood": {"enum": ["good", "bad"]}, "size": {"enum": [1, 2]}},
     "required": ["mood", "size"],
+    "additionalProperties": False,
 }
 NOUL = {"type": "noul", "instructions": "Is it so?"}
 PIXEL = (
