@@ -120,6 +120,11 @@ class Kvbus:
         answer = httpx.get(f"{self.url}/kvcache/status", trust_env=False, timeout=10)
         return dict(answer.json())
 
+    def request(self, request_id: str) -> dict[str, Any]:
+        """Return all that is known of a recent request."""
+        url = f"{self.url}/kvcache/requests/{request_id}"
+        return dict(httpx.get(url, trust_env=False, timeout=10).json())
+
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
         text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=10).text
