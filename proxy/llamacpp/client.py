@@ -24,7 +24,8 @@ from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.runner_http import Answer, RunnerHttp
 
 CONTROL_TIMEOUT_SECONDS = 10.0
-TOKENIZE_TIMEOUT_SECONDS = 120.0
+PROMPT_TIMEOUT_SECONDS = 120.0
+"""Of what takes longer the longer a prompt is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +107,16 @@ class LlamaServerClient:
 
     async def apply_template(self, body: Mapping[str, Any]) -> str:
         """Return the prompt that the chat template makes of `body`'s messages."""
-        return str(_mapping(await self._ask("POST", "/apply-template", body))["prompt"])
+        answer = await self._ask(
+            "POST", "/apply-template", body, timeout_seconds=PROMPT_TIMEOUT_SECONDS
+        )
+        return str(_mapping(answer)["prompt"])
 
     async def tokenize(self, text: str, *, add_special: bool) -> npt.NDArray[np.int32]:
         """Return the token ids of `text`; special tokens in it are parsed."""
         body = {"content": text, "add_special": add_special, "parse_special": True}
         answer = await self._ask(
-            "POST", "/tokenize", body, timeout_seconds=TOKENIZE_TIMEOUT_SECONDS
+            "POST", "/tokenize", body, timeout_seconds=PROMPT_TIMEOUT_SECONDS
         )
         return np.array(_mapping(answer)["tokens"], dtype=np.int32)
 

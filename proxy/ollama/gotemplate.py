@@ -31,6 +31,7 @@ from proxy.ollama.gotemplate_values import Struct, Value, is_true, type_name, wr
 _MAX_DEPTH = 80
 """Of bodies and parentheses within one another, across templates that call others."""
 _SHOWN_CHARS = 20
+_VARIABLES_OF_A_STEP = 64
 _NOTHING = object()
 """In place of the value of a pipeline's last command, where there is none."""
 
@@ -211,6 +212,7 @@ class _Rendering:
         return value
 
     def _assign(self, at_pipe: Pipe, name: str, value: Value) -> None:
+        self._budget.step(len(self._variables) // _VARIABLES_OF_A_STEP)
         for at in range(len(self._variables) - 1, -1, -1):
             if self._variables[at][0] == name:
                 self._variables[at] = (name, value)
@@ -289,6 +291,7 @@ class _Rendering:
                 raise AssertionError(operand)
 
     def _variable(self, operand: Operand, name: str) -> Value:
+        self._budget.step(len(self._variables) // _VARIABLES_OF_A_STEP)
         for known, value in reversed(self._variables):
             if known == name:
                 return value

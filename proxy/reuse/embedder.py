@@ -5,7 +5,7 @@ empties that slot first. Rules:
 1. A chat model of ours has a process of its own for embeddings: the KV of its slots is
    never touched.
 2. A given llama-server that does both makes embeddings only while nobody uses any of
-   its slots; of those that it took for them nothing is believed any more.
+   its slots; those that it took for them are emptied before their next use.
 3. Many inputs go in batches. The engine works a batch off even when nobody waits for
    it any more, so a batch is small; other requests come between two of them.
 4. An input is cut token by token, within the special tokens around it. Which length
@@ -29,7 +29,7 @@ from proxy.llamacpp.embeddings import (
     embed,
 )
 from proxy.llamacpp.runner import Runner
-from proxy.reuse.slots import NO_TOKENS, SlotPool
+from proxy.reuse.slots import SlotPool
 
 MAX_BATCH_INPUTS = 64
 MAX_BATCH_BYTES = 16384
@@ -142,7 +142,7 @@ class Embedder:
                     number = slot.slot_id
                     is_known = number in before and number in after
                     if not is_known or before[number] != after[number]:
-                        slot.token_ids = NO_TOKENS
+                        slot.forget()  # an input is of no namespace
 
 
 async def embed_fitting(

@@ -12,6 +12,7 @@ Rules:
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 
@@ -25,6 +26,7 @@ from proxy.ollama.backend import (
     ServedModel,
     TurnRequest,
 )
+from proxy.ollama.embedding_handlers import beside_the_loop
 from proxy.ollama.failures import json_response, to_failure
 from proxy.ollama.handlers import ReusePolicy, share_all
 from proxy.ollama.protocol import model_not_found
@@ -43,6 +45,7 @@ from proxy.v1.gathering import Gathering, as_stream, can_gather
 from proxy.v1.messages_answer import MessagesAnswer
 from proxy.v1.questions import (
     Ask,
+    Question,
     ask_chat,
     ask_completion,
     ask_messages,
@@ -90,6 +93,12 @@ _ROUTES = (
     _Route("/v1/responses", ask_responses, _to_responses),
     _Route("/v1/messages", ask_messages, _to_messages, Dialect.ANTHROPIC),
 )
+
+
+def _question(route: _Route, body: dict[str, Any]) -> Question:
+    """Read a body. Raises RequestError."""
+    check_bounds(body)
+    return route.ask(without_taken_out(body))
 
 
 class V1Api:
@@ -177,21 +186,22 @@ class V1Api:
         model = self._resolve(take_model(body))
         exchange.model = model.name
         check_generates(model, take_model(body), what=route.what)
-        check_bounds(body)
-        question = route.ask(without_taken_out(body))
+        question = await beside_the_loop(
+            lambda: _question(route, body), num_bytes=len(await request.read())
+        )
         reuse = self._reuse_policy(request, body.get(sharing.FIELD))
         with model.in_use():
             await model.wait_ready()
             token_ids = await find_prompt(model, question)
-            body = within_context(question.body, context_tokens=model.context_tokens)
+            asked = within_context(question.body, context_tokens=model.context_tokens)
             gathering = None
-            if not question.is_streamed and can_gather(question.path, body):
-                body, gathering = as_stream(body), Gathering(question.path)
+            if not question.is_streamed and can_gather(question.path, asked):
+                asked, gathering = as_stream(asked), Gathering(question.path)
             turn_request = TurnRequest(
                 model=model,
                 token_ids=token_ids,
                 path=question.path,
-                body=body,
+                body=asked,
                 route=route.path,
                 reuse=question.allowed(reuse),
             )

@@ -7,6 +7,8 @@ Rules:
    same, and the runner's own error is the answer.
 3. With media in it a prompt is more than its tokens: nothing is restored for it and
    nothing of it is stored.
+4. A text that is too long whatever its tokens are is left to the runner, which refuses
+   it: to tokenize it twice would take a minute.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +19,7 @@ import numpy as np
 
 from proxy.errors import RequestError, RunnerGone, UpstreamError
 from proxy.ollama.backend import CHAT_PATH, ReuseOptions, ServedModel
+from proxy.ollama.prompt_length import least_tokens
 from proxy.prefix.hashing import TokenIds
 from proxy.v1 import anthropic, responses
 from proxy.v1.bodies import has_media
@@ -75,7 +78,9 @@ def ask_completion(body: dict[str, Any]) -> Question:
     """Read a body of `/v1/completions`. Raises RequestError."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and not all(map(_is_token, prompt)):
-        if len(prompt) > 1 and all(isinstance(part, str | list) for part in prompt):
+        if len(prompt) > 1 and all(
+            isinstance(part, str | list | dict) for part in prompt
+        ):
             raise RequestError(
                 400, "one prompt a request: send the others by themselves"
             )
@@ -125,7 +130,13 @@ async def find_prompt(model: ServedModel, question: Question) -> TokenIds:
     if question.has_media:
         return _UNKNOWN
     try:
-        return await tokenize(model, question.prompt)
+        text = await _text_of(model, question.prompt)
+        if not isinstance(text, str):
+            return text
+        longest = model.facts.longest_token_bytes
+        if least_tokens(text, longest_token_bytes=longest) > model.context_tokens:
+            return _UNKNOWN
+        return await model.tokenize(text)
     except RunnerGone:
         raise
     except UpstreamError:
@@ -134,14 +145,17 @@ async def find_prompt(model: ServedModel, question: Question) -> TokenIds:
 
 async def tokenize(model: ServedModel, prompt: Prompt) -> TokenIds:
     """Return the ids of a prompt; empty where it is None. Raises UpstreamError."""
+    text = await _text_of(model, prompt)
+    return await model.tokenize(text) if isinstance(text, str) else text
+
+
+async def _text_of(model: ServedModel, prompt: Prompt) -> str | TokenIds:
+    """Return a prompt as text, or as the token ids that it is made of."""
     match prompt:
         case None:
             return _UNKNOWN
-        case np.ndarray():
+        case np.ndarray() | str():
             return prompt
-        case str():
-            return await model.tokenize(prompt)
         case _:
             extra = {key: prompt[key] for key in prompt if key != "messages"}
-            text = await model.render_chat(prompt["messages"], extra=extra)
-            return await model.tokenize(text)
+            return await model.render_chat(prompt["messages"], extra=extra)

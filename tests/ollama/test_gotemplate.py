@@ -231,6 +231,9 @@ def test_bounds_can_be_narrower() -> None:
         made("abcd", text_chars=3)
     with pytest.raises(LimitError):
         made("{{ range 10 }}{{ end }}", steps=5)
+    many = "".join(f"{{{{ $v{at} := 1 }}}}" for at in range(640))
+    with pytest.raises(LimitError):  # each look-up goes through all variables
+        made(many + "{{ range 100 }}{{ $v0 }}{{ end }}", steps=3000)
     deep: Any = []
     for _ in range(5000):
         deep = [deep]

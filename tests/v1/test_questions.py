@@ -66,7 +66,9 @@ def test_the_prompt_of_a_completion(prompt: object, expected: object) -> None:
     assert question.has_media is isinstance(prompt, dict)
 
 
-@pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]], ["a", [1]]])
+@pytest.mark.parametrize(
+    "prompts", [["a", "b"], [[1], [2]], ["a", [1]], ["a", {"prompt_string": "b"}]]
+)
 def test_several_prompts_at_once(prompts: list[object]) -> None:
     """They would be one lease with several prompts: refused, with what to do."""
     with pytest.raises(RequestError, match="one prompt a request"):
@@ -153,3 +155,12 @@ def test_a_response_is_mended_before_it_is_asked() -> None:
     assert question.path == "/v1/responses"
     assert question.body["response_format"]["type"] == "json_schema"
     assert question.prompt["messages"] == HELLO  # type: ignore[index, call-overload]
+
+
+async def test_a_text_that_is_too_long_anyway_is_not_tokenized() -> None:
+    """The runner refuses it; what might just fit is looked at."""
+    model = ScriptedModel(context_tokens=100)
+    longest = model.facts.longest_token_bytes * model.context_tokens
+    for num_chars, is_known in ((longest, True), (longest + 1, False)):
+        question = ask_completion({"prompt": "x" * num_chars})
+        assert len(await find_prompt(model, question)) == num_chars * is_known
