@@ -3,8 +3,8 @@
 Rules:
 1. A connection whose client takes none of what is sent to it, though it lives, ends
    after the stall time: its slot would never be free again.
-2. So does one whose client's machine is gone: it is asked for a sign of life while
-   nothing is sent, and found dead within some minutes.
+2. So does one whose client's machine is gone: while nothing is sent to it, it is
+   asked for a sign of life, and the same time without any is its end.
 3. A client that waits, for its slot or for a long prefill, has all the time that it
    wants, for its machine answers.
 
@@ -23,7 +23,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _IDLE_SECONDS = 60
 _PROBE_SECONDS = 15
-_NUM_PROBES = 8
 _LONGEST_SECONDS = 20 * 24 * 3600
 """The option holds milliseconds in 31 bits."""
 
@@ -40,7 +39,6 @@ def options_for(stall_seconds: float) -> tuple[tuple[int, int], ...]:
         "TCP_USER_TIMEOUT": milliseconds,
         "TCP_KEEPIDLE": _IDLE_SECONDS,
         "TCP_KEEPINTVL": _PROBE_SECONDS,
-        "TCP_KEEPCNT": _NUM_PROBES,
     }
     return tuple(
         (getattr(socket, name), value)

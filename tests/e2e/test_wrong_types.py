@@ -160,7 +160,7 @@ def test_any_value_in_any_field(served: Kvbus, path: str) -> None:
     with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as client:
 
         @settings(
-            max_examples=150,
+            max_examples=80,
             deadline=None,
             derandomize=True,
             database=None,
@@ -203,7 +203,7 @@ def test_any_value_in_a_part(
     with httpx.Client(base_url=served.url, trust_env=False, timeout=60) as client:
 
         @settings(
-            max_examples=100,
+            max_examples=60,
             deadline=None,
             derandomize=True,
             database=None,
