@@ -1,8 +1,9 @@
 """Answers in one piece that are gathered from a stream, beside the engine's own."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import httpx
 import orjson
 import pytest
 
@@ -27,6 +28,13 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     path = tmp_path_factory.mktemp("models") / "talker.gguf"
     with running(write_scripted_model(path, SCRIPT), parallel=1) as runner:
         yield runner
+
+
+def ask(runner: Runner, path: str, body: Mapping[str, Any]) -> httpx.Response:
+    """Ask on a connection of its own: one that is kept may just be ending."""
+    transport = httpx.HTTPTransport(uds=str(runner.socket))
+    with httpx.Client(transport=transport, base_url="http://runner") as client:
+        return client.post(path, json=body, timeout=60)
 
 
 def steady(value: Any) -> Any:  # noqa: ANN401 - any JSON
@@ -56,9 +64,9 @@ def test_what_is_gathered_is_the_engines_own_answer(
 ) -> None:
     """Each field, with its name and value, on each route."""
     body = {**body, "temperature": 0, "cache_prompt": False}
-    own = runner.post(path, **body)
+    own = ask(runner, path, body).json()
     assert can_gather(path, body)
-    stream = runner.try_post(path, **as_stream(body)).content
+    stream = ask(runner, path, as_stream(body)).content
     gathering = Gathering(path)
     for event in stream.split(b"\n\n"):
         gathering.feed(event + b"\n\n")
@@ -75,9 +83,10 @@ def test_chats_with_logprobs_are_no_stream(
     """As a stream they lack some, or are refused, so they are asked for as before."""
     body = {"messages": USER, "temperature": 0, **fields}
     assert not can_gather(CHAT_PATH, body)
-    own = runner.post(CHAT_PATH, **body)["choices"][0]["logprobs"]["content"]
+    (choice,) = ask(runner, CHAT_PATH, body).json()["choices"]
+    own = choice["logprobs"]["content"]
     gathering = Gathering(CHAT_PATH)
-    gathering.feed(runner.try_post(CHAT_PATH, **as_stream(body)).content)
+    gathering.feed(ask(runner, CHAT_PATH, as_stream(body)).content)
     choice = orjson.loads(gathering.whole())["choices"][0]
     assert len(choice["logprobs"]["content"]) < len(own)
 
