@@ -11,6 +11,8 @@ Rules:
 4. A turn whose runner died before the first word of its answer moves to another slot,
    until `MAX_DEATHS` runners have died under it.
 5. Nothing is reused that another namespace left, in the store or in a slot.
+6. A prompt is evaluated by the model whose tokens it is made of, or not at all: the
+   file may be replaced while a turn waits.
 """
 
 import logging
@@ -25,6 +27,7 @@ import numpy as np
 from proxy.blocks import Fingerprint
 from proxy.errors import (
     KvbusError,
+    RequestError,
     ReuseError,
     RunnerGone,
     SlotError,
@@ -64,6 +67,7 @@ MAX_BLOCK_BYTES = 32 << 20
 """Larger blocks than this, which a request may ask for, would crowd a store out."""
 
 PAUSED = "sharing is paused"
+REPLACED = "the model was replaced while the request waited, please try again."
 
 
 class Orchestrator:
@@ -102,14 +106,14 @@ class Orchestrator:
         """
         model = self._catalog.resolve(request.model.name)
         assert model is not None, "the front resolves names in the same catalog"
-        trace = self._trace(request, model)
+        trace, content = self._trace(request, model), model.facts.content_digest
         with model.in_use():
             try:
-                slot = await _lease(model, request, trace)
+                slot = await _lease(model, request, trace=trace, content=content)
             except BaseException as exc:
                 trace.result = "failed" if isinstance(exc, Exception) else "cancelled"
                 raise
-            turn = ActiveTurn(request, slot, trace, partial(self._move, model))
+            turn = ActiveTurn(request, slot, trace, partial(self._move, model, content))
             try:
                 await self._prepare(turn, model)
                 yield turn
@@ -139,7 +143,9 @@ class Orchestrator:
             record.trace = trace
         return trace
 
-    async def _move(self, model: Model, turn: ActiveTurn, gone: RunnerGone) -> None:
+    async def _move(
+        self, model: Model, content: str, turn: ActiveTurn, gone: RunnerGone
+    ) -> None:
         """Give a turn another slot, prepared, if its runner is dead. Else raise."""
         trace, slot = turn.trace, turn.slot
         runner = slot.runner
@@ -154,7 +160,7 @@ class Orchestrator:
             "event=turn.moved id=%s runner=%s", trace.request_id, runner.runner_id
         )
         model.pool.release(slot)
-        turn.slot = await _lease(model, turn.request, trace)
+        turn.slot = await _lease(model, turn.request, trace=trace, content=content)
         await self._prepare(turn, model)
 
     async def _prepare(self, turn: ActiveTurn, model: Model) -> None:
@@ -358,8 +364,13 @@ async def _empty(turn: ActiveTurn) -> None:
         turn.take_slot()
 
 
-async def _lease(model: Model, request: RequestedTurn, trace: TurnTrace) -> Slot:
-    """Wait for a slot of a runner that still runs. Raises UpstreamError."""
+async def _lease(
+    model: Model, request: RequestedTurn, *, trace: TurnTrace, content: str
+) -> Slot:
+    """Wait for a slot of a runner that still runs.
+
+    Raises UpstreamError, and RequestError where it has not loaded this `content`.
+    """
     while True:
         with trace.stage("load"):
             await model.wait_ready()
@@ -369,8 +380,11 @@ async def _lease(model: Model, request: RequestedTurn, trace: TurnTrace) -> Slot
             slot.runner.check_process()
         except RunnerGone:  # its listener has heard of it: the slot is none any more
             model.pool.release(slot)
-        else:
-            return slot
+            continue
+        if slot.runner.facts.content_digest != content:
+            model.pool.release(slot)
+            raise RequestError(503, REPLACED)
+        return slot
 
 
 def _stage_of(error: Exception) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxy.errors import RunnerGone, StoreError, StoreTimeout
+from proxy.errors import RequestError, RunnerGone, StoreError, StoreTimeout
 from proxy.llamacpp.client import LlamaServerClient
 from proxy.llamacpp.gguf_facts import ModelFacts
 from proxy.llamacpp.runner import Runner
@@ -525,3 +525,20 @@ async def test_what_was_heard_and_how_long_its_reader_took(is_relayed: bool) -> 
         assert turn.num_events == 4
         assert turn.held_seconds >= 0.009
         await it.orchestrator.drain(timeout_seconds=5)
+
+
+async def test_tokens_of_one_model_are_not_evaluated_by_another() -> None:
+    """A turn fails that waits while the model's file is replaced; its slot is freed."""
+    async with bench() as it:
+        slot = await it.model.pool.lease(PROMPT)
+        waiting = asyncio.create_task(it.ask())
+        await asyncio.sleep(0)
+        assert it.model.pool.num_waiting == 1
+        it.server.calls.clear()
+        it.runner.facts = replace(it.model.facts, content_digest="another")
+        it.model.renew(it.runner.facts, it.model.modelfile, projector=None)
+        it.model.pool.release(slot)
+        with pytest.raises(RequestError, match="replaced"):
+            await waiting
+        assert it.server.calls == []
+        assert (await it.ask()).result == "complete"
