@@ -3,9 +3,9 @@
 Rules:
 1. Nothing is sent before the first line exists: what fails until then is raised, and
    gets a real status. What fails later is one last line `{"error": ...}`, no `done`.
-2. One line is written and awaited before the next event is read: a slow reader
-   slows the engine, and no reply is collected in memory, unless it was asked for in
-   one piece.
+2. One line is written and awaited before the next event is read: no reply is
+   collected in memory, unless it was asked for in one piece. (The engine does not wait
+   for its reader; it collects what is not read.)
 3. The whole reply is handed to the socket before the turn ends: storing KV costs the
    client nothing.
 4. A reply that is given up closes the turn's events at once.

@@ -3,8 +3,8 @@
 Rules:
 1. The status line goes to the client when the engine has said its first word; what
    fails until then gets a real status.
-2. A piece is written and awaited before the next one is read: a slow reader slows the
-   engine, and no stream is collected in memory.
+2. A piece is written and awaited before the next one is read: no stream is collected
+   in memory. (The engine does not wait for its reader; it collects what is not read.)
 3. The whole answer is handed to the socket before the turn ends: storing KV costs the
    client nothing.
 """
