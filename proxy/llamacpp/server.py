@@ -14,7 +14,9 @@ Rules:
    and removes the socket only: the caller lives and owns the slot files.
 4. What the caller got wrong (no such model, no xllamacpp) is exit code 1 and one clear
    last line on stderr.
-5. No prompt text is logged, and no core is dumped: both would hold prompts.
+5. No prompt text is logged, and no core is dumped: both would hold prompts. Once it
+   serves the engine's stderr goes nowhere, for it prints what clients send there:
+   grammars and schemas that it refuses.
 
 The engine holds the interpreter's lock for as long as it loads, minutes for a large
 model. Neither a signal handler nor a thread of that process would run meanwhile;
@@ -244,6 +246,7 @@ def _become_engine(options: argparse.Namespace, guard_pid: int) -> NoReturn:
     code = 1
     try:
         _server, ready = _load(options)
+        _say_no_more()
         print(json.dumps({"ready": True, **ready}), flush=True)
         threading.Event().wait()
     except ConfigError as error:
@@ -254,6 +257,13 @@ def _become_engine(options: argparse.Namespace, guard_pid: int) -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def _say_no_more() -> None:
+    """Let nothing that the engine prints from now on reach a file."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
 
 
 def _die_with(guard_pid: int) -> None:

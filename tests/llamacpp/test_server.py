@@ -379,3 +379,16 @@ def test_a_long_socket_path_is_refused(place: Place) -> None:
     )
     assert process.returncode == 1
     assert process.stderr.strip().endswith("is too long for a unix socket")
+
+
+def test_what_clients_send_is_not_printed(place: Place) -> None:
+    """The engine tells of a grammar that it refuses; nobody reads it in a file."""
+    process = place.start_ready()
+    transport = httpx.HTTPTransport(uds=str(place.socket))
+    with httpx.Client(transport=transport, timeout=30) as client:
+        body = {"prompt": "x", "n_predict": 1, "grammar": "root ::= ( my secret"}
+        answer = client.post("http://runner/completion", json=body)
+        assert answer.status_code == 400
+    process.terminate()
+    _, printed = process.communicate(timeout=30)
+    assert "secret" not in printed
