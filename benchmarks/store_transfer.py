@@ -1,12 +1,14 @@
 """Measures how fast blocks move between store and slot file, beside plain memcpy.
 
     python -m benchmarks.store_transfer --json results.json
+    python -m benchmarks.store_transfer --layout elements --block-size 64
 
 A prefix of a 7B model (28 layers, K and V of 1,024-byte rows, blocks of 32 tokens: 56
-pieces of 32 KiB) is put out of a mapped save file and got into a mapped slot file that
-is faulted in already: the whole way, client -> store process -> slot file, checksums
-included. Columns, in GB/s (10^9 bytes), each round all of them in turn, since machines
-are noisy; ratios are taken within a round:
+pieces of 32 KiB; or V element by element, as with flash attention off: 28 pieces of
+32 KiB and 14,336 of 64 bytes) is put out of a mapped save file and got into a mapped
+slot file that is faulted in already: the whole way, client -> store process -> slot
+file, checksums included. Columns, in GB/s (10^9 bytes), each round all of them in turn,
+since machines are noisy; ratios are taken within a round:
 
     memcpy        one thread, contiguous, into the same slot file
     staged        memcpy into a staging buffer, then a numpy scatter into the slot file
@@ -28,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,23 +46,50 @@ from proxy.store.options import StoreOptions
 from proxy.store.slotview import SlotView, part_bytes_for
 from proxy.store.supervisor import StoreSupervisor
 
-LAYERS, PIECE_BYTES = 28, 32 * 1024
-BLOCK_BYTES = 2 * LAYERS * PIECE_BYTES
+LAYERS, ROW_BYTES, ELEMENT_BYTES = 28, 1024, 2
 PART_BYTES = part_bytes_for(1)
 FINGERPRINT = Fingerprint(b"b" * 32)
 Rates = dict[str, list[float]]
 
 
-def make_layout(num_blocks: int) -> BlockLayout:
-    """Return where the blocks of a 7B model lie in a slot file."""
-    layer = num_blocks * PIECE_BYTES + 12
-    return BlockLayout(
-        (
-            RowRun(4096, layer, LAYERS, PIECE_BYTES),
-            RowRun(4096 + LAYERS * layer + 16, layer, LAYERS, PIECE_BYTES),
-        ),
-        num_blocks,
-    )
+@dataclass(frozen=True)
+class Prefix:
+    """What is moved: so many bytes of K and V of a 7B model, and how they lie."""
+
+    num_bytes: int
+    block_size: int
+    is_by_element: bool
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return 2 * LAYERS * ROW_BYTES * self.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks have so many bytes."""
+        return -(-self.num_bytes // self.block_bytes)
+
+    def layout(self) -> BlockLayout:
+        """Return where the blocks lie in a slot file."""
+        num_tokens = self.num_blocks * self.block_size
+        layer = num_tokens * ROW_BYTES + 12
+        rows = self.block_size * ROW_BYTES
+        v_start = 4096 + LAYERS * layer + 16
+        v_runs = [RowRun(v_start, layer, LAYERS, rows)]
+        if self.is_by_element:
+            v_runs = [
+                RowRun(
+                    v_start + number * layer,
+                    num_tokens * ELEMENT_BYTES,
+                    ROW_BYTES // ELEMENT_BYTES,
+                    self.block_size * ELEMENT_BYTES,
+                )
+                for number in range(LAYERS)
+            ]
+        return BlockLayout(
+            (RowRun(4096, layer, LAYERS, rows), *v_runs), self.num_blocks
+        )
 
 
 def make_refs(num_blocks: int, name: str) -> list[BlockRef]:
@@ -89,10 +119,10 @@ def rate(num_bytes: int, work: Callable[[], object]) -> float:
     return num_bytes / (time.perf_counter() - started) / 1e9
 
 
-def store_options(folder: Path, num_blocks: int, copy_threads: int) -> StoreOptions:
+def store_options(folder: Path, prefix: Prefix, copy_threads: int) -> StoreOptions:
     """Return options of a store with room for twice the prefix."""
     segment = 256 << 20
-    need = 4 * num_blocks * (BLOCK_BYTES + 4096)
+    need = 4 * prefix.num_blocks * (prefix.block_bytes + 4096)
     return StoreOptions(
         runtime_dir=folder / f"run{copy_threads}",
         ram_size_bytes=(-(-need // segment) + 2) * segment,
@@ -103,30 +133,30 @@ def store_options(folder: Path, num_blocks: int, copy_threads: int) -> StoreOpti
 
 
 async def measure(
-    folder: Path, num_blocks: int, rounds: int, threads: list[int]
+    folder: Path, prefix: Prefix, rounds: int, threads: list[int]
 ) -> Rates:
     """Return the rates of all rounds, through store processes and beside them."""
-    layout = make_layout(num_blocks)
-    total = num_blocks * BLOCK_BYTES
+    layout, num_blocks = prefix.layout(), prefix.num_blocks
+    block_bytes, total = prefix.block_bytes, num_blocks * prefix.block_bytes
     save_fd, save = make_file(layout.end)
     slot_fd, slot = make_file(layout.end)
     view, staging = (
         SlotView(slot, layout, part_bytes=PART_BYTES),
-        np.zeros(64 * BLOCK_BYTES, dtype=np.uint8),
+        np.zeros(64 * block_bytes, dtype=np.uint8),
     )
     rates: Rates = {}
     supervisors: dict[int, StoreSupervisor] = {}
     for count in threads:
-        supervisors[count] = StoreSupervisor(store_options(folder, num_blocks, count))
+        supervisors[count] = StoreSupervisor(store_options(folder, prefix, count))
         # This process blocks its own loop; no circuit is to open because of that.
         supervisors[count].client.timing = ClientTiming(missed_beats=1000)
         await supervisors[count].start()
 
     def staged() -> None:
         for index in range(num_blocks):
-            at = index % 64 * BLOCK_BYTES
-            block = staging[at : at + BLOCK_BYTES]
-            block[:] = save[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+            at = index % 64 * block_bytes
+            block = staging[at : at + block_bytes]
+            block[:] = save[index * block_bytes : (index + 1) * block_bytes]
             view.scatter(index, block)
 
     def note(name: str, value: float) -> None:
@@ -168,14 +198,14 @@ async def measure(
     return rates
 
 
-def measure_inside(folder: Path, num_blocks: int, rounds: int) -> Rates:
+def measure_inside(folder: Path, prefix: Prefix, rounds: int) -> Rates:
     """Return rates within a process that owns the segments, with one thread."""
-    layout = make_layout(num_blocks)
-    total = num_blocks * BLOCK_BYTES
+    layout, num_blocks = prefix.layout(), prefix.num_blocks
+    total = num_blocks * prefix.block_bytes
     _, save = make_file(layout.end)
     _, slot = make_file(layout.end)
     view = SlotView(slot, layout, part_bytes=PART_BYTES)
-    watch = MooncakeWatch(store_options(folder, num_blocks, 1), CopyThreads(1))
+    watch = MooncakeWatch(store_options(folder, prefix, 1), CopyThreads(1))
     watch.open()
     backend, refs = watch.backend, make_refs(num_blocks, "inside")
     give_up_at = time.monotonic() + 600
@@ -211,13 +241,15 @@ def measure_inside(folder: Path, num_blocks: int, rounds: int) -> Rates:
                 sizes[start:stop],
             )
 
+    works: dict[str, Callable[[], object]] = {
+        "inside: memcpy": lambda: np.copyto(slot[:total], save[:total]),
+        "inside: get": lambda: backend.get(transfer(view)),
+    }
+    if batch:  # the library stands only so many pieces
+        works["inside: library"] = library
     rates: Rates = {}
     for number in range(-1, rounds):
-        for name, work in {
-            "inside: memcpy": lambda: np.copyto(slot[:total], save[:total]),
-            "inside: library": library,
-            "inside: get": lambda: backend.get(transfer(view)),
-        }.items():
+        for name, work in works.items():
             value = rate(total, work)
             if number >= 0:
                 rates.setdefault(name, []).append(value)
@@ -248,36 +280,42 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", default="1,2,4", help="copy threads to compare")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--layout", choices=("rows", "elements"), default="rows")
+    parser.add_argument("--block-size", type=int, default=32, help="in tokens")
     options = parser.parse_args()
-    num_blocks = -(-options.mib * (1 << 20) // BLOCK_BYTES)
+    prefix = Prefix(options.mib << 20, options.block_size, options.layout == "elements")
     if options.inside:
-        rates = measure_inside(options.inside, num_blocks, options.rounds)
+        rates = measure_inside(options.inside, prefix, options.rounds)
         print(json.dumps(rates))
         sys.stdout.flush()
         os._exit(0)  # threads of the library may outlive their master
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         threads = [int(text) for text in options.threads.split(",")]
-        rates = asyncio.run(measure(folder, num_blocks, options.rounds, threads))
+        rates = asyncio.run(measure(folder, prefix, options.rounds, threads))
         inside = subprocess.run(
             [
                 *(sys.executable, "-m", "benchmarks.store_transfer", "--inside", name),
                 *("--mib", str(options.mib), "--rounds", str(options.rounds)),
+                *("--layout", options.layout),
+                *("--block-size", str(options.block_size)),
             ],
             stdout=subprocess.PIPE,
             check=True,
         )
         rates |= json.loads(inside.stdout.splitlines()[-1])
     print(
-        f"{num_blocks} blocks of {BLOCK_BYTES} bytes, {options.rounds} rounds, "
+        f"{prefix.num_blocks} blocks of {prefix.block_bytes} bytes, V in "
+        f"{options.layout}, {options.rounds} rounds, "
         f"{os.cpu_count()} CPUs"
     )
     print_table(rates)
     if options.json:
         result = {
-            "blocks": num_blocks,
-            "block_bytes": BLOCK_BYTES,
-            "piece_bytes": PIECE_BYTES,
+            "blocks": prefix.num_blocks,
+            "block_bytes": prefix.block_bytes,
+            "block_size": prefix.block_size,
+            "layout": options.layout,
             "machine": platform.platform(),
             "cpus": os.cpu_count(),
             "gigabytes_per_second": rates,

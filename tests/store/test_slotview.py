@@ -19,6 +19,24 @@ LAYOUTS = {
         RowRun(12 + 4 * 3000, 3000, 4, 500),
         RowRun(12 + 8 * 3000, 3000, 2, 501),
     ),
+    "elements of V in some layers": (
+        RowRun(12, 2000, 3, 2000),
+        *(RowRun(8000 + layer * 9000, 128, 70, 64) for layer in range(5)),
+    ),
+    "layers at unequal distances": (
+        *(RowRun(layer * layer * 9000, 128, 70, 64) for layer in range(5)),
+        *(RowRun(300_000 + layer * 9000, 128, 70, 62) for layer in range(2)),
+    ),
+    "many elements in many layers": tuple(
+        RowRun(layer * 200 * 900, 200, 900, 100) for layer in range(13)
+    ),
+    "elements in layers that are larger than a part": tuple(
+        RowRun(layer * 4 * PART_BYTES, 256, PART_BYTES // 96, 128) for layer in range(3)
+    ),
+    "pieces about as large as an item": (
+        *(RowRun(layer * 9000, 1100, 8, 512) for layer in range(3)),
+        *(RowRun(30_000 + layer * 9000, 1100, 8, 513) for layer in range(3)),
+    ),
     "runs of all kinds": (
         RowRun(0, 4 * THIRD, 5, 2 * THIRD),
         RowRun(20 * THIRD, 256, 3000, 128),
