@@ -120,12 +120,19 @@ def fingerprint(fields: Mapping[str, bytes | str | int]) -> Fingerprint:
     return Fingerprint(digest.digest())
 
 
-def default_block_size(kv_bytes_per_token: int) -> int:
+def default_block_size(kv_bytes_per_token: int, *, is_by_element: bool = False) -> int:
     """Return the smallest power of two from 16 to 256 with 1 MiB or more a block.
 
     Objects of 0.5 to 4 MiB move best; a restore recomputes up to a block less one.
+    Where V lies by element each of its elements moves by itself, and moves twice as
+    fast by 64 tokens as by 32: such blocks have 64 where that makes 8 MiB at most.
+
+    >>> default_block_size(57_344), default_block_size(57_344, is_by_element=True)
+    (32, 64)
     """
     size = 16
     while size < 256 and size * kv_bytes_per_token < 1 << 20:
+        size *= 2
+    while is_by_element and size < 64 and 2 * size * kv_bytes_per_token <= 8 << 20:
         size *= 2
     return size

@@ -309,7 +309,10 @@ class Runner:
         build = str(props.get("build_info", ""))
         if "unknown" in build or not build:
             build = f"{build} {engine}"
-        block_size = self._block_size or default_block_size(layout.kv_bytes_per_token)
+        block_size = self._block_size or default_block_size(
+            layout.kv_bytes_per_token,
+            is_by_element=bool(layout.v_trans and layout.v_layers),
+        )
         self.sharing = Sharing(
             layout=layout,
             block_size=block_size,

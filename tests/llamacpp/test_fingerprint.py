@@ -56,6 +56,18 @@ def test_blocks_are_about_a_megabyte(bytes_per_token: int, block_size: int) -> N
 
 
 @pytest.mark.parametrize(
+    ("bytes_per_token", "block_size"),
+    [(57_344, 64), (131_072, 64), (327_680, 16), (23_040, 64), (1_000, 256)],
+)
+def test_blocks_of_v_by_element_have_64_tokens(
+    bytes_per_token: int, block_size: int
+) -> None:
+    """At least, where that makes no more than 8 MiB."""
+    found = default_block_size(bytes_per_token, is_by_element=True)
+    assert found == block_size
+
+
+@pytest.mark.parametrize(
     "flags", ["--cache-reuse 256", "--lora a.gguf", "LLAMA_ARG_CONTROL_VECTOR=x"]
 )
 def test_some_flags_forbid_sharing(flags: str) -> None:

@@ -34,8 +34,8 @@ LAYOUTS = {
         RowRun(layer * 4 * PART_BYTES, 256, PART_BYTES // 96, 128) for layer in range(3)
     ),
     "pieces about as large as an item": (
-        *(RowRun(layer * 9000, 1100, 8, 512) for layer in range(3)),
-        *(RowRun(30_000 + layer * 9000, 1100, 8, 513) for layer in range(3)),
+        *(RowRun(layer * 9000, 1100, 8, 256) for layer in range(3)),
+        *(RowRun(30_000 + layer * 9000, 1100, 8, 257) for layer in range(3)),
     ),
     "runs of all kinds": (
         RowRun(0, 4 * THIRD, 5, 2 * THIRD),
