@@ -136,6 +136,14 @@ def test_every_benchmark_is_documented() -> None:
             assert f"`python -m benchmarks.{path.stem}`" in text, path
 
 
+def test_every_client_is_documented() -> None:
+    """docs/clients.md has a row for each library that tests/clients talks through."""
+    table = rows(section(read("docs/clients.md"), "Run by `make e2e`"))
+    for path in (ROOT / "tests" / "clients").glob("test_*.py"):
+        for client in re.findall(r"^CLIENT.* = \"(.*?)[\" ]", path.read_text(), re.M):
+            assert client in table or client == "all", (path, client)
+
+
 def test_every_sampling_option_is_documented() -> None:
     """docs/api.md names every option with its default."""
     table = rows(section(read("docs/api.md"), "`options`"))

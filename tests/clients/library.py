@@ -20,6 +20,14 @@ def library(name: str) -> Any:
         return pytest.importorskip(name)
 
 
+def is_installed(package: str) -> bool:
+    """Tell whether a Python package is there, without importing it."""
+    try:
+        return bool(metadata.version(package))
+    except metadata.PackageNotFoundError:
+        return False
+
+
 def installed_version(package: str | Path) -> str:
     """Tell the version of a Python package, or of one of npm's by its folder."""
     if isinstance(package, Path):

@@ -125,6 +125,12 @@ class Kvbus:
         url = f"{self.url}/kvcache/requests/{request_id}"
         return dict(httpx.get(url, trust_env=False, timeout=10).json())
 
+    def latest_request(self) -> dict[str, Any]:
+        """Return all that is known of the latest request that generates."""
+        url = f"{self.url}/kvcache/requests?limit=1"
+        (brief,) = httpx.get(url, trust_env=False, timeout=10).json()["requests"]
+        return self.request(brief["id"])
+
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels."""
         text = httpx.get(f"{self.url}/metrics", trust_env=False, timeout=10).text
