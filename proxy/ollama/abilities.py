@@ -109,6 +109,18 @@ def check_generates(model: ServedModel, name_as_sent: str, *, what: str) -> None
         raise RequestError(400, f"{quoted(name_as_sent)} does not support {what}")
 
 
+def check_inserts(model: ServedModel) -> None:
+    """Refuse to fill in with a model that cannot. Raises RequestError (400)."""
+    if not is_able(model, Ability.INSERT):
+        raise _lacks(model.name, Ability.INSERT)
+
+
+def check_sees(model: ServedModel, name_as_sent: str) -> None:
+    """Refuse images for a model without a projector. Raises RequestError (400)."""
+    if not is_able(model, Ability.VISION):
+        raise RequestError(400, f"{quoted(name_as_sent)} does not support images")
+
+
 def check_supported(request: GenerateRequest | ChatRequest, model: ServedModel) -> None:
     """Refuse what the model, or kvbus, cannot do. Raises RequestError (400)."""
     if not 0 <= request.top_logprobs <= 20:
@@ -119,8 +131,8 @@ def check_supported(request: GenerateRequest | ChatRequest, model: ServedModel) 
         _check_chat(request, model)
     else:
         _check_generate(request, model)
-    if request.has_images and not is_able(model, Ability.VISION):
-        raise RequestError(400, f"{quoted(request.model)} does not support images")
+    if request.has_images:
+        check_sees(model, request.model)
     if request.think and not is_able(model, Ability.THINKING):
         raise RequestError(400, f"{quoted(request.model)} does not support thinking")
 
@@ -132,8 +144,8 @@ def _check_generate(request: GenerateRequest, model: ServedModel) -> None:
         )
     if request.raw and request.has_images:
         raise RequestError(400, "raw mode does not support images here")
-    if request.suffix and not is_able(model, Ability.INSERT):
-        raise _lacks(model.name, Ability.INSERT)
+    if request.suffix:
+        check_inserts(model)
     is_special = request.suffix or request.template or request.has_context
     if request.has_images and is_special:
         raise RequestError(

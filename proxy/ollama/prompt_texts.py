@@ -129,12 +129,35 @@ async def write_insert(
     return await _fill_in(wanted, model, tokens, room=room)
 
 
+async def write_gap(model: ServedModel, *, prompt: str, suffix: str) -> str | TokenIds:
+    """Make the prompt for what lies between two texts, of a model that can insert.
+
+    Raises RequestError (400) and UpstreamError.
+    """
+    template = model.modelfile.template
+    tokens = fill_tokens(model.facts)
+    if tokens is None or reads(template, "suffix"):
+        text = await render_insert(template, prompt=prompt, suffix=suffix, think=None)
+        return _without_bos(text, model.facts)
+    special = await special_start(model)
+    before, after = await _around(model, special, prompt, suffix)
+    return fill_in(tokens, special=special, prompt=before, suffix=after)
+
+
+async def _around(
+    model: ServedModel, special: TokenIds, prompt: str, suffix: str
+) -> tuple[TokenIds, TokenIds]:
+    """Return the ids of the texts around a gap, without a BOS."""
+    before = await model.tokenize(prompt)
+    after = await model.tokenize(suffix)
+    return without_start(before, special), without_start(after, special)
+
+
 async def _fill_in(
     wanted: GenerateRequest, model: ServedModel, tokens: FillTokens, *, room: Room
 ) -> Written:
     special = await special_start(model)
-    prompt = without_start(await model.tokenize(wanted.prompt), special)
-    suffix = without_start(await model.tokenize(wanted.suffix), special)
+    prompt, suffix = await _around(model, special, wanted.prompt, wanted.suffix)
     whole = fill_in(tokens, special=special, prompt=prompt, suffix=suffix)
     if wanted.truncate and not fits(len(whole), limit=room.limit):
         num_marks = len(whole) - len(prompt) - len(suffix)

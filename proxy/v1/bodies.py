@@ -10,7 +10,7 @@ Rules:
 
 import asyncio
 import io
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import zstandard
@@ -114,17 +114,37 @@ def within_context(body: Mapping[str, Any], *, context_tokens: int) -> dict[str,
     return {**body, **longer}
 
 
+def has_images(messages: object) -> bool:
+    """Tell whether media among messages, or items, are images.
+
+    Raises RequestError (400) for one that would have to be fetched from elsewhere:
+    the runner would ask any address for a client.
+    """
+    is_image = False
+    for part in _media(messages):
+        address = part.get("image_url")
+        is_image = is_image or address is not None
+        if isinstance(address, dict):
+            address = address.get("url")
+        if isinstance(address, str) and not address.startswith("data:"):
+            raise RequestError(400, "invalid image input: only data URLs are read")
+    return is_image
+
+
 def has_media(messages: object) -> bool:
     """Tell whether messages, or items, hold anything but text: at any depth."""
+    return next(_media(messages), None) is not None
+
+
+def _media(messages: object) -> Iterator[dict[str, Any]]:
     unseen = [messages]
     while unseen:
         match unseen.pop():
             case list(parts):
                 unseen += parts
-            case {"type": str(kind)} if kind in _MEDIA_TYPES:
-                return True
+            case dict(part) if part.get("type") in _MEDIA_TYPES:
+                yield part
             case dict(fields):
                 unseen += (fields.get("content"), fields.get("output"))
             case _:
                 pass
-    return False

@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 
 from proxy.ollama import sharing
-from proxy.ollama.abilities import check_generates
+from proxy.ollama.abilities import check_generates, check_sees
 from proxy.ollama.backend import (
     Catalog,
     RelayTurn,
@@ -50,6 +50,7 @@ from proxy.v1.questions import (
     ask_completion,
     ask_messages,
     ask_responses,
+    fill_in_gap,
     find_prompt,
     tokenize,
 )
@@ -192,6 +193,9 @@ class V1Api:
         reuse = self._reuse_policy(request, body.get(sharing.FIELD))
         with model.in_use():
             await model.wait_ready()
+            if question.has_images:
+                check_sees(model, take_model(body))
+            question = await fill_in_gap(model, question)
             token_ids = await find_prompt(model, question)
             asked = within_context(question.body, context_tokens=model.context_tokens)
             gathering = None

@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 
 from proxy.errors import RequestError, RunnerGone, UpstreamError
+from proxy.ollama.abilities import check_inserts
 from proxy.ollama.backend import CHAT_PATH, ReuseOptions, ServedModel
 from proxy.ollama.prompt_length import least_tokens
+from proxy.ollama.prompt_texts import write_gap
 from proxy.prefix.hashing import TokenIds
 from proxy.v1 import anthropic, responses
-from proxy.v1.bodies import has_media
+from proxy.v1.bodies import has_images, has_media
 
 COMPLETIONS_PATH = "/v1/completions"
 RESPONSES_PATH = "/v1/responses"
@@ -41,6 +43,7 @@ class Question:
     body: Mapping[str, Any]
     prompt: Prompt
     has_media: bool = False
+    has_images: bool = False
 
     @property
     def is_streamed(self) -> bool:
@@ -69,9 +72,7 @@ def ask_chat(body: dict[str, Any]) -> Question:
         raise RequestError(400, "[] is too short - 'messages'")
     if not isinstance(body["messages"], list):
         raise RequestError(400, "messages must be an array")
-    return Question(
-        path=CHAT_PATH, body=body, prompt=body, has_media=has_media(body["messages"])
-    )
+    return _chat(body)
 
 
 def ask_completion(body: dict[str, Any]) -> Question:
@@ -106,20 +107,47 @@ def ask_responses(body: dict[str, Any]) -> Question:
         body=mended,
         prompt=responses.to_chat(mended),
         has_media=has_media(mended.get("input")),
+        has_images=has_images(mended.get("input")),
     )
 
 
 def ask_messages(body: dict[str, Any]) -> Question:
     """Read a body of `/v1/messages`. Raises RequestError."""
     anthropic.check_messages_body(body)
-    chat = anthropic.to_chat(body)
+    return _chat(anthropic.to_chat(body))
+
+
+def _chat(body: dict[str, Any]) -> Question:
+    messages = body["messages"]
     return Question(
-        path=CHAT_PATH, body=chat, prompt=chat, has_media=has_media(chat["messages"])
+        path=CHAT_PATH,
+        body=body,
+        prompt=body,
+        has_media=has_media(messages),
+        has_images=has_images(messages),
     )
 
 
 def _is_token(value: object) -> bool:
     return isinstance(value, int) and 0 <= value < 1 << 31
+
+
+async def fill_in_gap(model: ServedModel, question: Question) -> Question:
+    """Return the question with its `suffix`, if it has one, in its prompt.
+
+    The runner's `/v1/completions` knows no suffix. Raises RequestError (400) and
+    UpstreamError.
+    """
+    suffix = question.body.get("suffix")
+    if question.path != COMPLETIONS_PATH or not suffix:
+        return question
+    if not isinstance(suffix, str) or not isinstance(question.prompt, str):
+        raise RequestError(400, "prompt and suffix must be strings")
+    check_inserts(model)
+    prompt = await write_gap(model, prompt=question.prompt, suffix=suffix)
+    body = {name: value for name, value in question.body.items() if name != "suffix"}
+    sent = prompt if isinstance(prompt, str) else prompt.tolist()
+    return replace(question, body={**body, "prompt": sent}, prompt=prompt)
 
 
 async def find_prompt(model: ServedModel, question: Question) -> TokenIds:

@@ -126,6 +126,25 @@ def test_a_suffix_is_filled_in_as_by_the_engine(
     assert text == f"<|fim_prefix|>{BEFORE}<|fim_suffix|>{AFTER}<|fim_middle|>"
 
 
+@pytest.mark.parametrize("name", ["fills", "inserts"])
+def test_a_suffix_is_filled_in_for_openais_clients_too(
+    served: Kvbus, name: str
+) -> None:
+    """The prompt is that of the native route; what cannot be filled in is told."""
+    ours = generated(served, name, prompt=BEFORE, suffix=AFTER)
+    body = {"model": name, "prompt": BEFORE, "suffix": AFTER, "max_tokens": 6}
+    answer = served.post("/v1/completions", {**body, "temperature": 0}).json()
+    assert answer["choices"][0]["text"] == ours["response"]
+    assert answer["usage"]["prompt_tokens"] == ours["prompt_eval_count"]
+    for change, text in (
+        ({"model": "sayer"}, "sayer:latest does not support insert"),
+        ({"prompt": [1, 2]}, "prompt and suffix must be strings"),
+    ):
+        answer = served.post("/v1/completions", body | change)
+        assert answer.status_code == 400
+        assert text in answer.json()["error"]["message"]
+
+
 def test_a_template_with_a_place_for_a_suffix_fills_in(served: Kvbus) -> None:
     """A model without tokens for it is able to insert by its TEMPLATE."""
     text = shown(served, "/api/generate", "inserts", prompt="a", suffix="b")

@@ -19,6 +19,8 @@ from tests.e2e.processes import Kvbus
 
 USER = [{"role": "user", "content": "Weather?"}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+REMOTE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:9/x.png"}}
+FETCHED = {"type": "input_image", "image_url": "https://127.0.0.1:9/x.png"}
 LONG = "word " * 9000
 
 STREAMS: dict[str, dict[str, Any]] = {
@@ -47,8 +49,20 @@ def body_of(path: str, **fields: Any) -> dict[str, Any]:  # noqa: ANN401 - any J
         (
             "/v1/chat/completions",
             {"model": "talker:1b", "messages": [{"role": "user", "content": [IMAGE]}]},
-            500,
-            "image input is not supported",
+            400,
+            '"talker:1b" does not support images',
+        ),
+        (
+            "/v1/chat/completions",
+            {"model": "talker:1b", "messages": [{"role": "user", "content": [REMOTE]}]},
+            400,
+            "only data URLs are read",
+        ),
+        (
+            "/v1/responses",
+            {"model": "talker:1b", "input": [{"role": "user", "content": [FETCHED]}]},
+            400,
+            "only data URLs are read",
         ),
         (
             "/v1/chat/completions",
