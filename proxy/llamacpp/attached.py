@@ -63,6 +63,11 @@ class AttachedOptions:
         return cls(url=url + parts.path.rstrip("/"), slot_directory=directory)
 
 
+_LIKE_FLAGS = ("LLAMA_ARG_", "LLAMA_ATTN_ROT_DISABLE=")
+"""Variables of a llama-server that it takes for flags. The last one changes quantised
+K and V, which state files before version 4 do not tell."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalProcess:
     """The process that listens on a port of this host."""
@@ -73,7 +78,7 @@ class LocalProcess:
     arguments: tuple[str, ...]
     """Its command line with the program."""
     environment: tuple[str, ...]
-    """Its LLAMA_ARG_* variables, sorted: they act like flags."""
+    """Its variables that act like flags, sorted."""
 
     @property
     def flags(self) -> list[str]:
@@ -294,7 +299,7 @@ def _describe(path: Path) -> LocalProcess | None:
         started=started,
         arguments=tuple(arguments),
         environment=tuple(
-            sorted(item for item in environment if item.startswith("LLAMA_ARG_"))
+            sorted(item for item in environment if item.startswith(_LIKE_FLAGS))
         ),
     )
 

@@ -28,6 +28,7 @@ def test_harmless_flags_are_left_out() -> None:
         "--override-kv x=int:1",
         "--a-flag-of-tomorrow",
         "LLAMA_ARG_ROPE_FREQ_BASE=5",
+        "LLAMA_ATTN_ROT_DISABLE=1",
     ],
 )
 def test_all_other_flags_count(flags: str) -> None:
