@@ -16,6 +16,7 @@ Architecture = Literal[
     "gemma3",
     "gpt-oss",
     "cohere2",
+    "deci",
     "deepseek2",
     "lfm2",
     "granitehybrid",
@@ -222,6 +223,23 @@ def cohere2(
         shapes |= attention(layer, n_embd, n_head, n_head_kv)
         shapes |= feed_forward(layer, n_embd)
         del shapes[f"blk.{layer}.ffn_norm"]
+    return shapes
+
+
+def deci(
+    writer: gguf.GGUFWriter, n_layer: int, n_embd: int, n_head: int, n_head_kv: int
+) -> Shapes:
+    """Give attention to every second layer, a plain projection to the others."""
+    _add_heads(writer)
+    writer.add_head_count_kv([n_head_kv * (1 - layer % 2) for layer in range(n_layer)])
+    shapes: Shapes = {}
+    for layer in range(n_layer):
+        shapes[f"blk.{layer}.attn_norm"] = (n_embd,)
+        if layer % 2:
+            shapes[f"blk.{layer}.attn_output"] = (n_embd, n_embd)
+        else:
+            shapes |= attention(layer, n_embd, n_head, n_head_kv)
+        shapes |= feed_forward(layer, n_embd)
     return shapes
 
 

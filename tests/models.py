@@ -71,14 +71,16 @@ def write_tiny_model(
 
     gemma3, gpt-oss and cohere2 have a sliding window; lfm2, granitehybrid, falcon-h1
     and qwen3next are hybrids, mamba is recurrent; deepseek2 keeps latent K only,
-    qwen2vl has M-RoPE. There are n_embd / head_dim heads, and a KV row of one layer is
-    n_head_kv * head_dim elements, for K and V each (deepseek2 apart). Other heads than
-    of 32 are for llama, qwen and gemma3 only. An endless
-    model never chooses a control token, so its greedy text ends at no length. With
-    `longrope_tokens` RoPE has other factors in contexts that are longer than that. The
-    engine samples with a `recommended_temperature` where nobody says otherwise. The
-    tokens of fill-in-the-middle, if there are any, are named by the file, in the
-    present or the older way, or known by their texts alone.
+    qwen2vl has M-RoPE, deci a layer without K and V. There are n_embd / head_dim
+    heads, and a KV row of one layer is n_head_kv * head_dim elements, for K and V each
+    (deepseek2 apart). Other heads than of 32 are for llama, qwen and gemma3 only.
+
+    An endless model never chooses a control token, so its greedy text ends at no
+    length. With `longrope_tokens` RoPE has other factors in contexts that are
+    longer than that. The engine samples with a `recommended_temperature` where
+    nobody says otherwise. The tokens of fill-in-the-middle, if there are any, are
+    named by the file, in the present or the older way, or known by their texts
+    alone.
     """
     n_head = n_embd // head_dim
     num_layers = n_layer or _LAYERS.get(architecture, 2)
@@ -98,7 +100,7 @@ def write_tiny_model(
     writer.add_feed_forward_length(0 if architecture == "mamba" else 2 * n_embd)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_head_count(n_head)
-    if architecture not in ("lfm2", "granitehybrid"):
+    if architecture not in ("deci", "lfm2", "granitehybrid"):
         writer.add_head_count_kv(1 if architecture == "deepseek2" else n_head_kv)
     shapes: Shapes = {
         "token_embd": (len(tokens), n_embd),
@@ -118,6 +120,8 @@ def write_tiny_model(
         case "cohere2":
             del shapes["output"]  # it is the embedding
             shapes |= model_shapes.cohere2(writer, *sizes)
+        case "deci":
+            shapes |= model_shapes.deci(writer, *sizes)
         case "granitehybrid":
             shapes |= model_shapes.granitehybrid(writer, *sizes)
         case "falcon-h1":

@@ -129,11 +129,13 @@ row_formats = st.builds(RowFormat, st.integers(0, 40), st.integers(1, 40))
 
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
-    """Files of all kinds: plain and packed, mixed layers, transposed V, no V."""
+    """Draw files of all kinds: plain and packed, mixed layers, transposed V, no V."""
     k_layers = draw(st.lists(row_formats, min_size=1, max_size=4))
+    k_layers[1:] = [replace(k, row_bytes=k.row_bytes - 1) for k in k_layers[1:]]
     if draw(st.booleans()):
         k_layers = [k_layers[0]] * len(k_layers)
     v_layers = [draw(row_formats) for _ in k_layers]
+    v_layers[1:] = [replace(v, row_bytes=v.row_bytes - 1) for v in v_layers[1:]]
     v_trans = draw(st.integers(0, 1))
     if v_trans:
         size = draw(st.sampled_from((1, 2, 4)))

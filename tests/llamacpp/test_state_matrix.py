@@ -32,6 +32,7 @@ OFF = (
     ("q8_0", "f16"),
     ("iq4_nl", "f32"),
 )
+OTHERS: tuple[Architecture, ...] = ("qwen2", "qwen3", "qwen2vl", "deci", "deepseek2")
 WINDOW = "several attention caches (sliding window or sparse)"
 HYBRID = "attention and recurrent"
 
@@ -76,7 +77,13 @@ def attention_settings() -> list[Setting]:
         for number, (k, v) in enumerate(OFF)
         for slots, is_unified in [shapes[(number + 1) % len(shapes)]]
     ]
-    others: tuple[Architecture, ...] = ("qwen2", "qwen3", "qwen2vl", "deepseek2")
+    others: tuple[Architecture, ...] = (
+        "qwen2",
+        "qwen3",
+        "qwen2vl",
+        "deci",
+        "deepseek2",
+    )
     for architecture in others:
         found += [
             Setting(architecture, slots=3),
@@ -122,12 +129,11 @@ def type_of(kind: str) -> gguf.GGMLQuantizationType:
 
 def write_model(folder: Path, setting: Setting) -> Path:
     """Write the model of a setting."""
-    plain = setting.architecture in ("llama", "qwen2", "qwen3")
     return write_tiny_model(
         folder / "m.gguf",
         seed=5,
         architecture=setting.architecture,
-        head_dim=HEAD_DIM if plain else SMALL_HEAD_DIM,
+        head_dim=SMALL_HEAD_DIM if is_small(setting) else HEAD_DIM,
     )
 
 
@@ -168,33 +174,42 @@ def parse(runner: Runner, slot: int) -> state.ParsedState:
 def check_layout(parsed: state.ParsedState, setting: Setting) -> None:
     """Compare a layout with what the settings ask for."""
     layout = parsed.layout
-    is_latent = setting.architecture == "deepseek2"
-    is_extended = setting.architecture == "qwen2vl"
-    elements = (
-        LATENT_DIM if is_latent else 2 * (SMALL_HEAD_DIM if is_extended else HEAD_DIM)
-    )
-    v_elements = 0 if is_latent else elements
+    head_dim = SMALL_HEAD_DIM if is_small(setting) else HEAD_DIM
+    k_elements = v_elements = [2 * head_dim] * NUM_LAYERS
+    if setting.architecture == "deepseek2":
+        k_elements, v_elements = [LATENT_DIM] * NUM_LAYERS, []
+    if setting.architecture == "deci":
+        k_elements = v_elements = [2 * head_dim, 0]
     assert parsed.token_ids.tolist() == PROMPT
     assert parsed.is_contiguous
     assert parsed.num_media == 0
     assert layout.n_stream == (1 if setting.is_unified else setting.slots)
     assert parsed.stream == (0 if setting.is_unified else setting.slots - 1)
     assert layout.v_trans == (setting.flash == "off")  # latent: of no V at all
-    assert layout.has_extended_cells == is_extended
-    assert len(layout.k_layers) == NUM_LAYERS
-    check_rows(layout.k_layers, setting.k_type, elements)
-    assert len(layout.v_layers) == (NUM_LAYERS if v_elements else 0)
+    assert layout.has_extended_cells == (setting.architecture == "qwen2vl")
+    check_rows(layout.k_layers, setting.k_type, k_elements)
     check_rows(layout.v_layers, setting.v_type, v_elements)
-    is_rotated = elements == 2 * HEAD_DIM
-    assert layout.n_rot_k == (64 if is_rotated and is_quantised(setting.k_type) else 0)
-    assert layout.n_rot_v == (64 if is_rotated and is_quantised(setting.v_type) else 0)
+    for rotation, kind in (
+        (layout.n_rot_k, setting.k_type),
+        (layout.n_rot_v, setting.v_type),
+    ):
+        is_rotated = not is_small(setting) and is_quantised(kind)
+        assert rotation == (64 if is_rotated else 0)
 
 
-def check_rows(layers: Sequence[state.RowFormat], kind: str, num_elements: int) -> None:
+def check_rows(
+    layers: Sequence[state.RowFormat], kind: str, num_elements: Sequence[int]
+) -> None:
     """Compare K or V of all layers with a type."""
-    for rows in layers:
-        assert rows.ggml_type == type_of(kind)
-        assert rows.row_bytes == row_bytes(kind, num_elements)
+    assert [rows.row_bytes for rows in layers] == [
+        row_bytes(kind, count) for count in num_elements
+    ]
+    assert {rows.ggml_type for rows in layers} <= {type_of(kind)}
+
+
+def is_small(setting: Setting) -> bool:
+    """Tell whether the model has heads that no rotation is for."""
+    return setting.architecture not in ("llama", "qwen2", "qwen3")
 
 
 def is_quantised(kind: str) -> bool:
