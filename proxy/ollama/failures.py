@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from proxy.errors import KvbusError, RequestError, UpstreamError
-from proxy.ollama.translate import error_reply, to_json
+from proxy.go_json import to_json
+from proxy.ollama.translate import error_reply
 
 logger = logging.getLogger(__name__)
 

@@ -17,16 +17,16 @@ from functools import lru_cache
 from typing import Any
 
 from proxy.errors import RequestError
-from proxy.ollama import gotemplate_nodes as nodes
-from proxy.ollama.gotemplate import (
+from proxy.gotemplate import nodes
+from proxy.gotemplate.evaluation import (
     LimitError,
     TemplateError,
     Tree,
     compile_template,
     render,
 )
-from proxy.ollama.gotemplate_functions import Budget
-from proxy.ollama.gotemplate_values import (
+from proxy.gotemplate.functions import Budget
+from proxy.gotemplate.values import (
     JsonDict,
     JsonList,
     Struct,

@@ -12,19 +12,10 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-import orjson
-
 from proxy.durations import NANOSECONDS
+from proxy.go_json import to_json
 from proxy.ollama.events import NOTHING, Piece, TurnTotals
 from proxy.ollama.tools import ToolCall
-
-_GO_ESCAPES = (
-    (b"<", b"\\u003c"),
-    (b">", b"\\u003e"),
-    (b"&", b"\\u0026"),
-    ("\u2028".encode(), b"\\u2028"),
-    ("\u2029".encode(), b"\\u2029"),
-)
 
 
 class ReplyKind(Enum):
@@ -52,15 +43,6 @@ def format_time(time_ns: int) -> str:
 def _format_second(seconds: int) -> str:
     """Write a second; the lines of a stream share few of them."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-
-
-def to_json(value: object) -> bytes:
-    """Write a value as Go does."""
-    line = orjson.dumps(value)
-    for character, escape in _GO_ESCAPES:
-        if character in line:
-            line = line.replace(character, escape)
-    return line
 
 
 def to_line(value: object) -> bytes:

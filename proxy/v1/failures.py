@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from proxy.go_json import to_json
 from proxy.ollama.failures import Failure
-from proxy.ollama.translate import to_json
 
 _OPENAI_TYPES = {400: "invalid_request_error", 404: "not_found_error"}
 _ANTHROPIC_TYPES = {

@@ -11,6 +11,7 @@ import pytest
 from aiohttp import ClientSession, web
 
 from proxy.errors import RequestError, RunnerGone, UpstreamError
+from proxy.go_json import to_json
 from proxy.llamacpp.embeddings import EmbeddingOptions
 from proxy.ollama.embedding_handlers import EmbeddingsApi
 from proxy.ollama.embeddings import (
@@ -20,7 +21,6 @@ from proxy.ollama.embeddings import (
     parse_embed,
     parse_embeddings,
 )
-from proxy.ollama.translate import to_json
 from tests.fakes.scripted_turns import (
     FACTS,
     RecordingObserver,

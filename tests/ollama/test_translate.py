@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from proxy.go_json import to_json
 from proxy.ollama import translate
 from proxy.ollama.events import NOTHING, Piece, TurnTotals
 from proxy.ollama.translate import ReplyKind
@@ -101,14 +102,14 @@ def test_load_and_unload_replies_are_golden() -> None:
     load = translate.load_reply(
         ReplyKind.GENERATE, model="smol", time_ns=TIME_NS, done_reason="load"
     )
-    assert translate.to_json(load) == (
+    assert to_json(load) == (
         b'{"model":"smol","created_at":"2026-12-01T08:00:00.161Z","response":"",'
         b'"done":true,"done_reason":"load"}'
     )
     unload = translate.load_reply(
         ReplyKind.CHAT, model="smol", time_ns=TIME_NS, done_reason="unload"
     )
-    assert translate.to_json(unload) == (
+    assert to_json(unload) == (
         b'{"model":"smol","created_at":"2026-12-01T08:00:00.161Z",'
         b'"message":{"role":"assistant","content":""},"done":true,'
         b'"done_reason":"unload"}'
@@ -120,7 +121,7 @@ def test_render_only_replies_are_golden() -> None:
     reply = translate.rendered_reply(
         ReplyKind.CHAT, model="smol", time_ns=TIME_NS, prompt="<|im_start|>user\nHi"
     )
-    assert translate.to_json(reply) == (
+    assert to_json(reply) == (
         b'{"model":"smol","created_at":"2026-12-01T08:00:00.161Z",'
         b'"message":{"role":"","content":""},"done":false,'
         b'"_debug_info":{"rendered_template":"\\u003c|im_start|\\u003euser\\nHi"}}'

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from proxy.errors import RequestError
+from proxy.go_json import to_json
 from proxy.llamacpp.embeddings import EngineEmbeddings
-from proxy.ollama.translate import to_json
 from proxy.v1.embeddings import list_object, parse_request
 
 MADE = EngineEmbeddings((np.array([3.0, 0.0, 4.0], np.float32),), 7)

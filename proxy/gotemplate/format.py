@@ -14,7 +14,7 @@ Rules:
 import re
 from collections.abc import Iterator, Sequence
 
-from proxy.ollama.gotemplate_values import Value, quote, type_name, write
+from proxy.gotemplate.values import Value, quote, type_name, write
 
 MAX_WIDTH = 1000
 

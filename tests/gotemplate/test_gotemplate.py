@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.ollama import (
-    gotemplate,
-    gotemplate_format,
-    gotemplate_nodes,
-    gotemplate_values,
-)
-from proxy.ollama.gotemplate import (
+from proxy.gotemplate import evaluation, format, nodes, values
+from proxy.gotemplate.evaluation import (
     Budget,
     LimitError,
     TemplateError,
@@ -260,9 +255,7 @@ def test_whatever_is_written_nothing_but_its_error_comes(source: str) -> None:
         assert str(exc).startswith(("template: ", "undefined"))  # noqa: PT017
 
 
-@pytest.mark.parametrize(
-    "module", [gotemplate, gotemplate_format, gotemplate_nodes, gotemplate_values]
-)
+@pytest.mark.parametrize("module", [evaluation, format, nodes, values])
 def test_worked_examples(module: Any) -> None:  # noqa: ANN401
     """The examples in the docstrings hold."""
     assert doctest.testmod(module).failed == 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from proxy.ollama.translate import to_json
+from proxy.go_json import to_json
 
 Value = Any
 """See the module."""

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote_plus
 
-from proxy.ollama.gotemplate_format import format_values
-from proxy.ollama.gotemplate_nodes import TemplateError
-from proxy.ollama.gotemplate_values import (
+from proxy.gotemplate.format import format_values
+from proxy.gotemplate.nodes import TemplateError
+from proxy.gotemplate.values import (
     PrintedAsJson,
     Struct,
     Value,

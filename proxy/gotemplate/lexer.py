@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from proxy.ollama.gotemplate_nodes import TemplateError
+from proxy.gotemplate.nodes import TemplateError
 
 _WHITE = " \t\r\n"
 _TERMINATORS = (*_WHITE, ".", ",", "|", ":", ")", "(", "}}")

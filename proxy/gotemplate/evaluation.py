@@ -16,17 +16,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from proxy.ollama import gotemplate_nodes as nodes
-from proxy.ollama.gotemplate_functions import (
+from proxy.gotemplate import nodes
+from proxy.gotemplate.functions import (
     FUNCTIONS,
     Budget,
     CallError,
     LimitError,
     check_count,
 )
-from proxy.ollama.gotemplate_nodes import Body, Node, Operand, Pipe, TemplateError, Tree
-from proxy.ollama.gotemplate_parser import parse
-from proxy.ollama.gotemplate_values import Struct, Value, is_true, type_name, write
+from proxy.gotemplate.nodes import Body, Node, Operand, Pipe, TemplateError, Tree
+from proxy.gotemplate.parser import parse
+from proxy.gotemplate.values import Struct, Value, is_true, type_name, write
 
 _MAX_DEPTH = 80
 """Of bodies and parentheses within one another, across templates that call others."""

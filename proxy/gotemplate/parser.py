@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from proxy.ollama.gotemplate_lexer import Token, failure, quoted, tokens
-from proxy.ollama.gotemplate_nodes import (
+from proxy.gotemplate.lexer import Token, failure, quoted, tokens
+from proxy.gotemplate.nodes import (
     Action,
     Body,
     Branch,

@@ -1,0 +1,1 @@
+"""Go's text/template language, bounded, for the TEMPLATEs of models."""
