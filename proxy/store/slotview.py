@@ -4,7 +4,7 @@ A block moves in parts, each whole pieces of one run, or of several that are ali
 part is one strided copy of numpy and one call of the hash, which finds the bytes in the
 CPU's cache again. Both release the interpreter lock; no Python code runs per piece.
 Small pieces (elements of V, with flash attention off) are one item each to numpy,
-which copies items in half the time of as many short rows.
+which copies items half as fast again as it does short rows.
 
 Rules:
 1. A view is made only when the file has all bytes that the layout names, so no later
