@@ -19,14 +19,10 @@ from proxy.llamacpp.runner import Sharing
 from proxy.llamacpp.slot_files import RestoreFile
 from proxy.metrics import Metrics
 from proxy.prefix.hashing import TokenIds
-from proxy.reuse.arbiter import CostModel
+from proxy.reuse.arbiter import CostModel, fetch_patience
 from proxy.reuse.slots import NO_TOKENS, Slot
 from proxy.reuse.turn import ActiveTurn
 from proxy.store.base import BlockRef, BlockStore
-
-MIN_FETCH_DEADLINE_SECONDS = 0.1
-FETCH_DEADLINE_FACTOR = 1.5
-"""A fetch is given up when it takes this much longer than predicted."""
 
 RESTORE_TIMEOUT_SECONDS = 30.0
 
@@ -55,7 +51,10 @@ class Restorer:
         file = await directory.acquire(num_bytes)
         is_reusable = False
         started = time.monotonic()
-        predicted = costs.fetch(num_bytes)
+        patience = fetch_patience(
+            costs.fetch(num_bytes),
+            saving_seconds=trace.plan.predicted_saving_seconds,
+        )
         try:
             with trace.stage("fetch"):
                 arrived = await fill(
@@ -68,10 +67,7 @@ class Restorer:
                         ),
                         [BlockRef(key, index) for index, key in enumerate(keys)],
                         fingerprint=fingerprint,
-                        deadline_seconds=max(
-                            MIN_FETCH_DEADLINE_SECONDS,
-                            FETCH_DEADLINE_FACTOR * predicted,
-                        ),
+                        deadline_seconds=patience,
                     ),
                 )
             fetched = time.monotonic()
