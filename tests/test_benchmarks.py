@@ -94,9 +94,9 @@ def check_restore_path(report: Mapping[str, Any]) -> None:
     )
     assert found["file_seconds"]["count"] == settings["rounds"]
     first = found["first_store_seconds"]
-    parts = sum(first[name] for name in ("fetch", "engine"))
+    parts = sum(first[name] for name in ("file", "fetch", "engine"))
     assert parts == pytest.approx(first["total"])
-    for name in ("fetch", "engine", "total"):
+    for name in ("file", "fetch", "engine", "total"):
         check_spread(found["store_seconds"][name])
     check_spread(found["store_over_file"])
 
