@@ -52,6 +52,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         chat["tools"] = [_tool(tool) for tool in body["tools"]]
     chat |= _choice(body.get("tool_choice"))
     chat |= _thinking(body.get("thinking"), chat.get("chat_template_kwargs"))
+    chat |= _format(body.get("output_config"), body.get("output_format"))
     return chat
 
 
@@ -182,6 +183,17 @@ def _choice(choice: object) -> dict[str, Any]:
     if choice.get("disable_parallel_tool_use") is True:
         chat["parallel_tool_calls"] = False
     return chat
+
+
+def _format(config: object, older: object) -> dict[str, Any]:
+    """Say what form an answer shall have; `older` is the name of the beta."""
+    wanted = config.get("format") if isinstance(config, dict) else None
+    match wanted or older:
+        case {"type": "json_schema", "schema": dict(schema)}:
+            wrapper = {"schema": schema}
+            return {"response_format": {"type": "json_schema", "json_schema": wrapper}}
+        case _:
+            return {}
 
 
 def _thinking(thinking: object, template_values: object) -> dict[str, Any]:

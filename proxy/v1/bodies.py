@@ -32,7 +32,9 @@ TAKEN_OUT = ("id_slot", "n", "n_cmpl", "n_cache_reuse", sharing.FIELD)
 slots of other requests; chunks of KV that are moved to other positions; and what is
 said to kvbus alone."""
 
-_SCHEMAS = ("json_schema", "response_format", "text")
+_SCHEMAS = (
+    "json_schema", "response_format", "text", "output_config", "output_format",
+)  # fmt: skip
 """Fields that are a JSON Schema, or hold one."""
 
 _WINDOWS = ("repeat_last_n", "dry_penalty_last_n")

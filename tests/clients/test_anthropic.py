@@ -1,7 +1,7 @@
 """Anthropic's own client: messages, streams, tools, counts, models."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -81,6 +81,18 @@ def test_messages_with_tools(claude: Any) -> None:
     ]
     told = claude.messages.create(messages=messages, **asked)
     assert told.content[-1].text == "It snows in Oslo now."
+
+
+@calls("messages.parse(output_format)")
+def test_formats(claude: Any) -> None:
+    """An object of a class."""
+    place = library("pydantic").create_model(
+        "Place", __config__={"extra": "forbid"}, city=(Literal["Oslo"], ...)
+    )
+    parsed = claude.messages.parse(
+        model="endless", max_tokens=100, messages=[USER], output_format=place
+    )
+    assert parsed.parsed_output.city == "Oslo"
 
 
 @calls("AsyncAnthropic: messages.stream")

@@ -110,6 +110,8 @@ def test_only_what_breaks_a_lease_is_taken_out() -> None:
         {"json_schema": {"minItems": 10**8}},
         {"response_format": {"json_schema": {"schema": {"maxItems": 10**8}}}},
         {"text": {"format": {"schema": {"maxItems": 10**8}}}},
+        {"output_config": {"format": {"schema": {"maxItems": 10**8}}}},
+        {"output_format": {"schema": {"maxItems": 10**8}}},
         {"tools": [{"input_schema": {"maxItems": 10**8}}]},
         {"grammar": "(" * 10**5},
         {"grammar_triggers": [{"type": 2, "value": "(a|b|.)*Z"}]},

@@ -163,6 +163,23 @@ def test_thinking() -> None:
     assert "chat_template_kwargs" not in chat_of()
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        {"output_format": {"type": "json_schema", "schema": SCHEMA}},
+        {"output_config": {"effort": "low"},
+         "output_format": {"type": "json_schema", "schema": SCHEMA}},
+    ],
+)  # fmt: skip
+def test_the_form_of_an_answer(fields: dict[str, Any]) -> None:
+    """A schema, under the name that it has and the one that it had."""
+    wrapped = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+    assert chat_of(**fields)["response_format"] == wrapped
+    for other in ({"output_config": {"effort": "low"}}, {"output_config": 1}):
+        assert "response_format" not in chat_of(**other)
+
+
 @pytest.mark.parametrize("message", ["text", None, {"role": "user"}, {"content": 5}])
 def test_what_is_no_message_is_left_to_the_runner(message: object) -> None:
     """It knows what to say."""
