@@ -37,12 +37,6 @@ STALE_SECONDS = 30.0
 
 MAX_STALE_HALVINGS = 4.0
 
-MIN_PATIENCE_SECONDS = 0.1
-MAX_PATIENCE_SECONDS = 2.0
-PATIENCE_FACTOR = 1.5
-PATIENT_SHARE = 0.25
-"""What of the predicted saving a fetch that is late may use up."""
-
 ABANDONED_FACTOR = 4.0
 """A fetch that was given up is taken to cost this many times what was spent on it."""
 
@@ -173,23 +167,6 @@ def decide(
         restore_tokens=stored,
         predicted_saving_seconds=saving,
     )
-
-
-def fetch_patience(predicted_seconds: float, *, saving_seconds: float) -> float:
-    """Tell how long to wait for a fetch before it is given up, in seconds.
-
-    Longer than predicted, and longer still where much is lost by giving up: a
-    machine may be busy for a moment, and a long prefill makes it busier.
-
-    >>> fetch_patience(0.01, saving_seconds=0.2)
-    0.1
-    >>> fetch_patience(0.03, saving_seconds=4.0)
-    1.0
-    >>> fetch_patience(2.0, saving_seconds=60.0)
-    3.0
-    """
-    worth = min(PATIENT_SHARE * saving_seconds, MAX_PATIENCE_SECONDS)
-    return max(MIN_PATIENCE_SECONDS, PATIENCE_FACTOR * predicted_seconds, worth)
 
 
 def _without_restore(lookup: Lookup, reason: str) -> ReusePlan:

@@ -19,10 +19,14 @@ from proxy.llamacpp.runner import Sharing
 from proxy.llamacpp.slot_files import RestoreFile
 from proxy.metrics import Metrics
 from proxy.prefix.hashing import TokenIds
-from proxy.reuse.arbiter import CostModel, fetch_patience
+from proxy.reuse.arbiter import CostModel
 from proxy.reuse.slots import NO_TOKENS, Slot
 from proxy.reuse.turn import ActiveTurn
 from proxy.store.base import BlockRef, BlockStore
+
+MIN_FETCH_DEADLINE_SECONDS = 0.1
+FETCH_DEADLINE_FACTOR = 1.5
+"""A fetch is given up when it takes this much longer than predicted."""
 
 RESTORE_TIMEOUT_SECONDS = 30.0
 
@@ -51,10 +55,7 @@ class Restorer:
         file = await directory.acquire(num_bytes)
         is_reusable = False
         started = time.monotonic()
-        patience = fetch_patience(
-            costs.fetch(num_bytes),
-            saving_seconds=trace.plan.predicted_saving_seconds,
-        )
+        predicted = costs.fetch(num_bytes)
         try:
             with trace.stage("fetch"):
                 arrived = await fill(
@@ -67,7 +68,10 @@ class Restorer:
                         ),
                         [BlockRef(key, index) for index, key in enumerate(keys)],
                         fingerprint=fingerprint,
-                        deadline_seconds=patience,
+                        deadline_seconds=max(
+                            MIN_FETCH_DEADLINE_SECONDS,
+                            FETCH_DEADLINE_FACTOR * predicted,
+                        ),
                     ),
                 )
             fetched = time.monotonic()

@@ -1,13 +1,10 @@
 """The arbiter: its predictions, and each branch of its decision."""
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.reuse import arbiter
-from proxy.reuse.arbiter import CostModel, Line, decide, fetch_patience
+from proxy.reuse.arbiter import CostModel, Line, decide
 from proxy.reuse.plan import Decision, Lookup, RestoreMode
 
 BYTES = 36_864
@@ -99,18 +96,3 @@ def test_a_slow_store_is_declined_and_later_tried_again() -> None:
     early = decide(lookup(), costs=model, mode=RestoreMode.AUTO, now=101.0)
     late = decide(lookup(), costs=model, mode=RestoreMode.AUTO, now=250.0)
     assert (early.decision, late.decision) == (Decision.RECOMPUTE, Decision.RESTORE)
-
-
-@given(predicted=st.floats(0, 1e4), saving=st.floats(-1e4, 1e6))
-def test_patience_is_bounded_by_what_is_at_stake(
-    predicted: float, saving: float
-) -> None:
-    """Never less than the prediction and a half; never much of a small saving."""
-    seconds = fetch_patience(predicted, saving_seconds=saving)
-    assert seconds >= max(0.1, 1.5 * predicted)
-    assert seconds <= max(0.1, 1.5 * predicted, min(2.0, 0.25 * saving))
-
-
-def test_worked_examples() -> None:
-    """The examples in the docstrings hold."""
-    assert doctest.testmod(arbiter).failed == 0

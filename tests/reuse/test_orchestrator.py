@@ -240,25 +240,6 @@ async def test_a_store_that_fails_costs_no_turn(error: StoreError) -> None:
         assert len(it.store.blocks) == 3
 
 
-async def test_a_late_store_is_waited_for_where_prefill_takes_longer() -> None:
-    """Giving up a fetch of 0.3 s would cost a prefill of minutes."""
-    async with bench() as it:
-        await it.ask()
-        await it.ask(OTHER)
-        for _ in range(20):
-            it.model.costs(it.runner).observe_prefill(50, 100.0)
-        real_get = it.store.get_into
-
-        async def get_into(*args: Any, **kwargs: Any) -> list[bool]:  # noqa: ANN401
-            gate = it.store.gate = asyncio.Event()
-            asyncio.get_running_loop().call_later(0.3, gate.set)
-            return await real_get(*args, **kwargs)
-
-        it.store.get_into = get_into  # type: ignore[method-assign]
-        trace = await it.ask()
-        assert (str(trace.plan.decision), trace.restored_tokens) == ("restore", 48)
-
-
 async def test_a_commit_waits_for_a_store_that_was_silent_for_a_moment() -> None:
     """The put that failed is made again once the store answers: nothing is lost."""
     async with bench() as it:
