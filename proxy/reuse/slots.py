@@ -149,7 +149,7 @@ class SlotPool:
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
-            elif waiter.granted.done() and not waiter.granted.cancelled():
+            elif not waiter.granted.cancelled() and not waiter.granted.exception():
                 for slot in waiter.granted.result():
                     slot.is_leased = False
             self._grant()

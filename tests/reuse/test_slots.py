@@ -118,6 +118,17 @@ async def test_who_waits_in_vain_hears_so() -> None:
     assert [type(result) for result in results] == [UpstreamError] * 3
 
 
+async def test_who_leaves_as_its_wait_is_in_vain_has_left() -> None:
+    """A cancelled request ends as cancelled, and no error takes its place."""
+    pool = SlotPool()
+    task = asyncio.create_task(pool.lease(NO_TOKENS))
+    await asyncio.sleep(0)
+    pool.fail_waiting(UpstreamError(500, "gone"))
+    task.cancel()
+    await asyncio.wait({task})
+    assert task.cancelled()
+
+
 async def test_the_queue_is_bounded() -> None:
     """One too many gets Ollama's 503 at once."""
     pool = SlotPool()
