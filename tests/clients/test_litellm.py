@@ -5,12 +5,15 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.clients.library import library
+from tests.clients.library import is_installed, library
 from tests.e2e.processes import Kvbus
 
 CLIENT = PACKAGE = "litellm"
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]
 calls = pytest.mark.calls
+
+if not is_installed(PACKAGE):
+    pytest.skip("litellm is not installed", allow_module_level=True)
 
 HELLO = [{"role": "user", "content": "Hello"}]
 QUESTION = {"role": "user", "content": "Weather in Oslo?"}

@@ -8,9 +8,10 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,22 @@ def take_turn(kvbus: Kvbus, client: str, messages: Messages) -> str:
     return done.stdout
 
 
+def take_restored_turn(
+    kvbus: Kvbus, client: str, messages: Messages, *, num_tries: int = 3
+) -> tuple[str, dict[str, Any]]:
+    """Let a client ask after its runner was killed; returns the reply and its turn.
+
+    On a busy machine a fetch may be given up, as is meant, and the prompt prefilled.
+    Then the runner is killed once more, and the client asks again.
+    """
+    restart_runner(kvbus)
+    reply = take_turn(kvbus, client, messages)
+    turn = kvbus.latest_request()["turn"]
+    if turn["reason"] == "store failed" and num_tries > 1:
+        return take_restored_turn(kvbus, client, messages, num_tries=num_tries - 1)
+    return reply, turn
+
+
 @pytest.mark.timeout(420)
 @calls("a turn of a shared conversation, the runner killed before it: KV restored")
 def test_each_client_goes_on_with_what_others_prefilled(alone: Kvbus) -> None:
@@ -83,18 +100,23 @@ def test_each_client_goes_on_with_what_others_prefilled(alone: Kvbus) -> None:
     for number, client in enumerate(clients):
         question = QUESTIONS[number % len(QUESTIONS)]
         messages.append({"role": "user", "content": question})
-        reply = take_turn(alone, client, messages)
+        if number == 0:
+            reply = take_turn(alone, client, messages)
+            assert alone.latest_request()["turn"]["restored_tokens"] == 0
+        else:
+            reply, turn = take_restored_turn(alone, client, messages)
+            told = (client, json.dumps(turn))
+            assert turn["decision"] == "restore", told
+            assert turn["reused_tokens"] >= turn["restored_tokens"] > 1000, told
+            assert turn["prefilled_tokens"] < 200, told
         assert reply.strip(), client
         messages.append({"role": "assistant", "content": reply})
-        alone.wait_commits(number + 1)
-        turn = alone.latest_request()["turn"]
-        if number == 0:
-            assert turn["restored_tokens"] == 0
-        else:
-            assert turn["decision"] == "restore", (client, json.dumps(turn))
-            assert turn["reused_tokens"] >= turn["restored_tokens"] > 1000, client
-            assert turn["prefilled_tokens"] < 200, (client, json.dumps(turn))
-        restart_runner(alone)
+        alone.wait(is_committed(alone), what="the commit of the latest turn")
+
+
+def is_committed(kvbus: Kvbus) -> Callable[[], bool]:
+    """Return what tells whether the latest turn was committed."""
+    return lambda: kvbus.latest_request()["turn"]["commit"] is not None
 
 
 def has_node() -> bool:
