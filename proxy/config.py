@@ -360,7 +360,9 @@ def add_arguments(
 ) -> None:
     """Add --config, and a flag for each setting, or for those of a store alone."""
     parser.add_argument(
-        "--config", metavar="FILE.toml", help="read settings from this file"
+        "--config",
+        metavar="FILE.toml",
+        help="read settings from this file [KVBUS_CONFIG]",
     )
     for setting in SETTINGS:
         if is_for_store and not setting.is_of_store:

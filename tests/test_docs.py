@@ -125,7 +125,8 @@ def test_every_route_is_documented() -> None:
     text = read("docs/api.md")
     for part in (api, admin, v1, embeddings, v1_embeddings):
         for route in part.routes():
-            assert f"`{route.method} {route.path}`" in text, route
+            path = route.path.replace(":.+}", "}")
+            assert f"`{route.method} {path}`" in text, route
 
 
 def test_every_benchmark_is_documented() -> None:
