@@ -33,4 +33,7 @@ def installed_version(package: str | Path) -> str:
     if isinstance(package, Path):
         described = json.loads((package / "package.json").read_text())
         return str(described["version"])
-    return metadata.version(package)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "(absent)"
