@@ -274,7 +274,14 @@ class Committer:
         except StoreError:
             if not await _comes_back(store, PUT_PATIENCE_SECONDS):
                 raise
-            outcome = await put()  # what the first one has stored is present now
+            outcome = await put()
+            # What the first one has stored is present now.
+            outcome = PutOutcome(
+                outcome.stored_blocks + outcome.present_blocks,
+                0,
+                outcome.failed_blocks,
+                outcome.stored_bytes + outcome.present_blocks * layout.block_bytes,
+            )
         report = commit.report
         report.stored_blocks = outcome.stored_blocks
         report.present_blocks += outcome.present_blocks
