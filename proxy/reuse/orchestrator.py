@@ -91,7 +91,9 @@ class Orchestrator:
         self._switch = switch or SharingSwitch(metrics)
         self._log = log or RequestLog()
         self._committer = Committer(store=store, metrics=metrics)
-        self._restorer = Restorer(store=store, metrics=metrics) if store else None
+        self._restorer = (
+            Restorer(store=store, metrics=metrics, mode=mode) if store else None
+        )
         self._lessons = Lessons(metrics)
 
     async def drain(self, *, timeout_seconds: float) -> None:

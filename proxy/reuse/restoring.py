@@ -20,6 +20,7 @@ from proxy.llamacpp.slot_files import RestoreFile
 from proxy.metrics import Metrics
 from proxy.prefix.hashing import TokenIds
 from proxy.reuse.arbiter import CostModel
+from proxy.reuse.plan import RestoreMode
 from proxy.reuse.slots import NO_TOKENS, Slot
 from proxy.reuse.turn import ActiveTurn
 from proxy.store.base import BlockRef, BlockStore
@@ -28,15 +29,25 @@ MIN_FETCH_DEADLINE_SECONDS = 0.1
 FETCH_DEADLINE_FACTOR = 1.5
 """A fetch is given up when it takes this much longer than predicted."""
 
+ALWAYS_FETCH_DEADLINE_SECONDS = 5.0
+"""Who wants a restore whatever it costs waits longer for it."""
+
 RESTORE_TIMEOUT_SECONDS = 30.0
 
 
 class Restorer:
     """Brings stored blocks into slots."""
 
-    def __init__(self, *, store: BlockStore, metrics: Metrics) -> None:
+    def __init__(
+        self, *, store: BlockStore, metrics: Metrics, mode: RestoreMode
+    ) -> None:
         self._store = store
         self._metrics = metrics
+        self._patience = (
+            ALWAYS_FETCH_DEADLINE_SECONDS
+            if mode is RestoreMode.ALWAYS
+            else MIN_FETCH_DEADLINE_SECONDS
+        )
 
     async def restore(
         self,
@@ -69,7 +80,7 @@ class Restorer:
                         [BlockRef(key, index) for index, key in enumerate(keys)],
                         fingerprint=fingerprint,
                         deadline_seconds=max(
-                            MIN_FETCH_DEADLINE_SECONDS,
+                            self._patience,
                             FETCH_DEADLINE_FACTOR * predicted,
                         ),
                     ),

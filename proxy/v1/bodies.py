@@ -144,9 +144,13 @@ def _media(messages: object) -> Iterator[dict[str, Any]]:
         match unseen.pop():
             case list(parts):
                 unseen += parts
-            case dict(part) if part.get("type") in _MEDIA_TYPES:
+            case dict(part) if _is_media(part.get("type")):
                 yield part
             case dict(fields):
                 unseen += (fields.get("content"), fields.get("output"))
             case _:
                 pass
+
+
+def _is_media(kind: object) -> bool:
+    return isinstance(kind, str) and kind in _MEDIA_TYPES
