@@ -73,6 +73,28 @@ def read_all(raw: socket.socket) -> bytes:
     return b"".join(pieces)
 
 
+def read_one(raw: socket.socket) -> bytes:
+    """Return one whole reply, as long as its head says; in chunks or of a length."""
+    reply = b""
+    while True:
+        head, end, body = reply.partition(b"\r\n\r\n")
+        if end:
+            fields = dict(
+                line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:]
+            )
+            length = fields.get(b"content-length")
+            is_whole = (
+                body.endswith(b"0\r\n\r\n")
+                if length is None
+                else len(body) >= int(length)
+            )
+            if is_whole:
+                return reply
+        piece = raw.recv(1 << 16)
+        assert piece, reply
+        reply += piece
+
+
 def head_of(reply: bytes) -> tuple[int, list[bytes]]:
     """Return the status of a reply and its header lines, in lower case."""
     lines = reply.partition(b"\r\n\r\n")[0].split(b"\r\n")
