@@ -125,11 +125,14 @@ def default_block_size(kv_bytes_per_token: int, *, is_by_element: bool = False) 
 
     Objects of 0.5 to 4 MiB move best; a restore recomputes up to a block less one.
     Where V lies by element each of its elements moves by itself, and moves twice as
-    fast by 64 tokens as by 32: such blocks have 64 where that makes 8 MiB at most.
+    fast by 64 tokens as by 32: such blocks have 64 where that makes 8 MiB at most. A
+    memory that has no rows at all is cut by 64.
 
     >>> default_block_size(57_344), default_block_size(57_344, is_by_element=True)
     (32, 64)
     """
+    if not kv_bytes_per_token:
+        return 64
     size = 16
     while size < 256 and size * kv_bytes_per_token < 1 << 20:
         size *= 2

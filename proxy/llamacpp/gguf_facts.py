@@ -90,6 +90,12 @@ class ModelFacts:
     """How many tokens there are; 0 where nobody knows."""
     license: str
 
+    @property
+    def window_tokens(self) -> int:
+        """How far the layers look back that have a sliding window; 0 without any."""
+        value = self.metadata.get(f"{self.architecture}.attention.sliding_window")
+        return value if isinstance(value, int) and value > 0 else 0
+
     def to_json(self) -> bytes:
         """Encode as one JSON object."""
         return orjson.dumps(self)

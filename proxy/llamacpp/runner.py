@@ -43,7 +43,9 @@ from proxy.llamacpp.slot_files import SlotDirectory, remove_stale_files
 
 logger = logging.getLogger(__name__)
 
-PROBE_TEXT = "a b c"
+PROBE_TEXT = "a b c d e f g h i j k l"
+"""Long enough for a checkpoint of the engine's, which it makes four tokens before the
+end, where the memory needs any."""
 PROBE_TIMEOUT_SECONDS = 30.0
 
 
@@ -70,6 +72,8 @@ class Sharing:
     layout: state.StateLayout
     block_size: int
     fields: Mapping[str, bytes | str | int]
+    window_tokens: int = 0
+    """How far layers look back that do not look back to the beginning; 0: none."""
 
     def fingerprint(self, namespace: str) -> Fingerprint:
         """Return what the keys of this runner's blocks start from."""
@@ -301,7 +305,8 @@ class Runner:
         layout = await self._probe_layout()
         if layout is None:
             return "saving a slot does not work on this runner"
-        if layout.n_stream == 1 and self.num_slots > 1:
+        is_unified = layout.has_attention and layout.n_stream == 1
+        if is_unified and self.num_slots > 1:
             return (
                 "the runner's slots share one unified KV buffer, which empties idle"
                 " slots: start it with -np N --no-kv-unified"
@@ -316,6 +321,7 @@ class Runner:
         self.sharing = Sharing(
             layout=layout,
             block_size=block_size,
+            window_tokens=self.facts.window_tokens,
             fields={
                 "model": self.facts.content_digest,
                 "layout": layout.digest_fields(),
@@ -363,10 +369,16 @@ class Runner:
             )
             return None
         try:
-            data = os.pread(file.fd, file.size, 0)  # a few kilobytes
-            return state.parse(data, len(data)).layout
+            data = os.pread(file.fd, file.size, 0)  # few tokens
         finally:
             file.close()
+        parsed = state.parse(data, len(data), window_tokens=self.facts.window_tokens)
+        if parsed.layout.tail is not None and not parsed.tails:
+            raise StateFormatError(
+                "the memory has a window or a recurrent state, and the engine saves no"
+                " checkpoints of it (it is too old, or --ctx-checkpoints is 0)"
+            )
+        return parsed.layout
 
 
 def _read_props(props: Mapping[str, Any]) -> tuple[int, int]:

@@ -5,15 +5,16 @@ Such a *slot file* is what ``POST /slots/N?action=save`` writes, all little endi
     "qsgg"  u32 version  u32 n  n x i32 token list, then the memory
 
 The token list is plain, or packed as ``-1, 1, count, tokens..., media_count, ...``.
-The memory is told in `proxy.llamacpp.state_sections`; blocks are shared where it is
-one attention section. Empty streams stand before and after the one that holds the
+The memory is told in `proxy.llamacpp.state_sections`. It is shared where it is one
+attention section, one and a tail (`proxy.llamacpp.state_tails`), or a tail alone. Empty
+streams stand before and after the one that holds the
 cells. The extra words of a cell are there with M-RoPE: two more positions and, from
 version 3 on, the token id.
 
 Rules:
 1. A file is consumed exactly to its end, or refused: what is not understood is never
-   guessed. A sound file of another memory kind (sliding window, recurrent) raises
-   `UnsupportedStateError`, everything else `StateFormatError`.
+   guessed. A sound file of another memory kind raises `UnsupportedStateError`,
+   everything else `StateFormatError`.
 2. No count in a file is believed before it is compared with the bytes that are left.
 3. Rows of files with equal `StateLayout.digest_fields` are interchangeable; n_stream
    and the form of the token list may differ.
@@ -40,21 +41,31 @@ from proxy.llamacpp.state_format import (
     ParsedState,
     RowFormat,
     StateLayout,
+    Tail,
     UnsupportedStateError,
     as_bytes,
+    text_cells,
+)
+from proxy.llamacpp.state_frame import (
     block_layout_for,
     file_bytes,
     frame_parts,
     lay_blocks,
-    text_cells,
+    tail_frame,
     write_frame,
 )
 from proxy.llamacpp.state_reader import Reader
 from proxy.llamacpp.state_sections import (
     AttentionSection,
     Memory,
-    RecurrentSection,
+    Section,
     read_memory,
+)
+from proxy.llamacpp.state_tails import (
+    find_tails,
+    payload_bytes,
+    payload_layout,
+    tail_of,
 )
 
 __all__ = [
@@ -70,9 +81,15 @@ __all__ = [
     "file_bytes",
     "frame_parts",
     "parse",
+    "payload_bytes",
+    "payload_layout",
     "read",
+    "tail_frame",
     "write_frame",
 ]
+
+NO_ATTENTION = AttentionSection(start=0, stop=0, n_stream=1)
+"""Of a memory that is a recurrent state alone."""
 
 KNOWN_VERSIONS = frozenset(DATA_HEADER_WORDS)
 
@@ -99,13 +116,15 @@ def read(buffer: Buffer, size: int) -> StateFile:
     return _without_frames(lambda: _read(buffer, size))
 
 
-def parse(buffer: Buffer, size: int) -> ParsedState:
-    """Read the first `size` bytes of `buffer` as one whole file of one attention cache.
+def parse(buffer: Buffer, size: int, *, window_tokens: int = 0) -> ParsedState:
+    """Read the first `size` bytes of `buffer` as one whole file that can be shared.
 
-    Raises UnsupportedStateError for a sound file of another memory kind, and
-    StateFormatError for everything else that is not understood to the last byte.
+    `window_tokens` is how far layers of the model look back that do not look back to
+    the beginning, 0 if there are none. Raises UnsupportedStateError for a sound file of
+    another memory kind, and StateFormatError for everything else that is not understood
+    to the last byte.
     """
-    return _without_frames(lambda: _parse(buffer, size))
+    return _without_frames(lambda: _parse(buffer, size, window_tokens))
 
 
 def block_layout(parsed: ParsedState, block_size: int) -> BlockLayout:
@@ -118,17 +137,18 @@ def block_layout(parsed: ParsedState, block_size: int) -> BlockLayout:
     return lay_blocks(parsed.layout, parsed.num_cells, block_size, parsed.rows_start)
 
 
-def unsupported_reason(memory: Memory) -> str:
-    """Tell why blocks of such a memory are not shared, or ""."""
-    has_recurrent = any(
-        isinstance(section, RecurrentSection) for section in memory.sections
-    )
-    num_attention = len(memory.sections) - has_recurrent
-    if has_recurrent:
-        return "attention and recurrent" if num_attention else "recurrent"
-    if num_attention > 1:
-        return "several attention caches (sliding window or sparse)"
-    return "attention with checkpoints" if memory.checkpoints else ""
+def unsupported_reason(memory: Memory, window_tokens: int) -> str:
+    """Tell why such a memory is not shared, or ""."""
+    kinds = [isinstance(section, AttentionSection) for section in memory.sections]
+    match kinds:
+        case [True] if memory.checkpoints:
+            return "attention with checkpoints"
+        case [True, True] if not window_tokens:
+            return "two attention caches, none of them known as a window"
+        case [True] | [False] | [True, False] | [True, True]:
+            return ""
+        case _:
+            return f"{len(kinds)} caches"
 
 
 # -- reading ----------------------------------------------------------------------
@@ -170,15 +190,38 @@ def _read(buffer: Buffer, size: int) -> StateFile:
     )
 
 
-def _parse(buffer: Buffer, size: int) -> ParsedState:
+def _parse(buffer: Buffer, size: int, window_tokens: int) -> ParsedState:
     file = _read(buffer, size)
-    reason = unsupported_reason(file.memory)
+    reason = unsupported_reason(file.memory, window_tokens)
     if reason:
         raise UnsupportedStateError(reason)
-    section = file.memory.sections[0]
-    if not isinstance(section, AttentionSection):
-        raise UnsupportedStateError("recurrent")
-    layout = StateLayout(
+    layout = _layout_of(file, window_tokens)
+    first, is_contiguous = file.memory.sections[0], True
+    if isinstance(first, AttentionSection):
+        cells = first.cells(as_bytes(buffer))
+        is_contiguous = _is_contiguous(cells, file.token_ids, first.cell_words)
+        num_cells, stream, rows_start = first.num_cells, first.stream, first.rows_start
+    else:
+        is_contiguous = first.position + 1 == len(file.token_ids)
+        num_cells, stream, rows_start = first.num_cells, 0, first.start
+    return ParsedState(
+        layout=layout,
+        token_ids=file.token_ids,
+        num_cells=num_cells,
+        is_contiguous=is_contiguous,
+        num_media=file.num_media,
+        stream=stream,
+        rows_start=rows_start,
+        tails=dict(find_tails(file.memory, layout, len(file.token_ids))),
+    )
+
+
+def _layout_of(file: StateFile, window_tokens: int) -> StateLayout:
+    sections = list(file.memory.sections)
+    is_attention = isinstance(sections[0], AttentionSection)
+    section = sections.pop(0) if is_attention else NO_ATTENTION
+    assert isinstance(section, AttentionSection)
+    return StateLayout(
         version=file.version,
         has_packed_tokens=file.has_packed_tokens,
         has_extended_cells=section.cell_words > CELL_WORDS,
@@ -188,18 +231,13 @@ def _parse(buffer: Buffer, size: int) -> ParsedState:
         n_rot_v=section.n_rot_v,
         k_layers=section.k_layers,
         v_layers=section.v_layers,
+        has_attention=is_attention,
+        tail=_tail(sections, window_tokens),
     )
-    return ParsedState(
-        layout=layout,
-        token_ids=file.token_ids,
-        num_cells=section.num_cells,
-        is_contiguous=_is_contiguous(
-            section.cells(as_bytes(buffer)), file.token_ids, section.cell_words
-        ),
-        num_media=file.num_media,
-        stream=section.stream,
-        rows_start=section.rows_start,
-    )
+
+
+def _tail(rest: list[Section], window_tokens: int) -> Tail | None:
+    return tail_of(rest[0], window_tokens) if rest else None
 
 
 def _unpack_tokens(words: NDArray[np.int32]) -> tuple[NDArray[np.int32], int, bool]:

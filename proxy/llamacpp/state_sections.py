@@ -59,8 +59,9 @@ MAX_CHECKPOINTS = 1024  # the engine's own limit
 MAX_STEPS = 50_000
 _CELLS_PER_STEP = 4096
 
-_CHECKPOINTS_VERSION = 1
-_MEMORY_MAGIC = 0xAF143CD8
+CHECKPOINTS_MARK = b"SCKP"
+CHECKPOINTS_VERSION = 1
+MEMORY_MAGIC = 0xAF143CD8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +192,7 @@ class _Walk:
 
     def _has_mark(self, position: int, stop: int) -> bool:
         mark = self.raw[position : position + 4].tobytes()
-        return stop - position >= 4 and mark == b"SCKP"
+        return stop - position >= 4 and mark == CHECKPOINTS_MARK
 
     def _note(self, position: int, reason: str) -> None:
         if position > self._farthest:
@@ -368,14 +369,14 @@ def _read_checkpoints(walk: _Walk, start: int) -> Iterator[Checkpoint]:
     """Read the checkpoints; they must end where the file does."""
     reader = Reader(walk.raw, start + 4, len(walk.raw))
     version, count = reader.u32("version"), reader.u32("number of checkpoints")
-    if version != _CHECKPOINTS_VERSION or not 1 <= count <= MAX_CHECKPOINTS:
+    if version != CHECKPOINTS_VERSION or not 1 <= count <= MAX_CHECKPOINTS:
         raise StateFormatError(f"{count} checkpoints of version {version}")
     for _ in range(count):
         num_tokens = reader.u64("tokens of a checkpoint")
         first, last = reader.i32("first position"), reader.i32("last position")
         start, stop = _take_blob(reader)
         head = Reader(walk.raw, start, stop)
-        if head.u32("magic of a checkpoint") != _MEMORY_MAGIC:
+        if head.u32("magic of a checkpoint") != MEMORY_MAGIC:
             raise StateFormatError("a checkpoint is not a memory")
         head.u32("sequence of a checkpoint")
         yield Checkpoint(

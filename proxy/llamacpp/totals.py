@@ -11,8 +11,8 @@ Rules:
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -43,6 +43,22 @@ class EngineTotals:
     def prompt_tokens(self) -> int:
         """All tokens of the prompt."""
         return self.cached_tokens + self.prefilled_tokens
+
+
+def of_pieces(totals: EngineTotals, early: Sequence[EngineTotals]) -> EngineTotals:
+    """Return the totals of a prompt that was prefilled in pieces, `early` ones first.
+
+    What the first piece found in its slot was reused, and nothing else.
+    """
+    if not early:
+        return totals
+    cached = min(early[0].cached_tokens, totals.cached_tokens)
+    return replace(
+        totals,
+        cached_tokens=cached,
+        prefilled_tokens=totals.prompt_tokens - cached,
+        prefill_seconds=sum(one.prefill_seconds or 0.0 for one in (*early, totals)),
+    )
 
 
 def is_final(event: Mapping[str, Any]) -> bool:

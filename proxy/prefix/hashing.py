@@ -47,6 +47,11 @@ def hash_blocks(
     return keys
 
 
+def tail_key(key: BlockKey) -> BlockKey:
+    """Return the key of what a memory has, besides blocks, at the end of a block."""
+    return BlockKey(blake2b(key, digest_size=BLOCK_KEY_BYTES, person=b"tail").digest())
+
+
 def common_prefix_tokens(one: TokenIds, other: TokenIds) -> int:
     """Return how many leading token ids two sequences share."""
     num_tokens = min(len(one), len(other))

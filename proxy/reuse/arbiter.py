@@ -150,9 +150,8 @@ def decide(
         return _without_restore(lookup, "nothing stored beyond the slot")
     if mode is RestoreMode.NEVER:
         return _without_restore(lookup, "restores are switched off")
-    num_bytes = stored * lookup.kv_bytes_per_token
     kept = costs.prefill(lookup.prompt_tokens - lookup.slot_tokens)
-    restored = costs.restore(num_bytes, now=now)
+    restored = costs.restore(lookup.stored_bytes, now=now)
     restored += costs.prefill(max(1, lookup.prompt_tokens - stored))
     saving = kept - restored
     if mode is RestoreMode.ALWAYS:

@@ -3,8 +3,8 @@
 Rules:
 1. `commit` takes over the lease of a slot and ends it: when nothing is to be saved,
    when the engine has written the file, or when that takes longer than its bound.
-2. A slot is saved only if at least one full block of it is not stored yet, and only
-   blocks that the store lacks are put.
+2. A slot is saved only if at least one full block of it is not stored yet, or a tail
+   was made for it, and only blocks that the store lacks are put; tails after them.
 3. The token list in the file is the truth about the slot. A file that does not begin
    with what the slot is believed to hold, or is of another length, is not used.
 4. All tasks belong to this owner; too many of them drop a commit, never a reply.
@@ -20,22 +20,33 @@ import asyncio
 import logging
 import mmap
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
-from proxy.blocks import BlockKey, Fingerprint
+from proxy.blocks import BlockKey, BlockLayout, Fingerprint
 from proxy.errors import ReuseError, RunnerGone, SlotError, StoreError
 from proxy.llamacpp import state
 from proxy.llamacpp.client import SavedSlot
 from proxy.llamacpp.runner import Sharing
 from proxy.llamacpp.slot_files import SaveFile
 from proxy.metrics import Metrics
-from proxy.prefix.hashing import TokenIds, common_prefix_tokens, hash_blocks
+from proxy.prefix.hashing import (
+    TokenIds,
+    common_prefix_tokens,
+    hash_blocks,
+    tail_key,
+)
 from proxy.reuse.arbiter import Line
 from proxy.reuse.plan import RequestedReuse
 from proxy.reuse.slots import Slot, SlotPool
 from proxy.reuse.trace import CommitReport
-from proxy.store.base import BlockRef, BlockStore, PutOptions, PutOutcome
+from proxy.store.base import (
+    NOTHING_PUT,
+    BlockRef,
+    BlockStore,
+    PutOptions,
+    PutOutcome,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +96,14 @@ class Committer:
         sharing: Sharing,
         reuse: RequestedReuse,
         num_tokens: int,
+        has_new_tails: bool = False,
     ) -> CommitReport:
         """Take over the lease of `slot`; store its new blocks if that is possible.
 
         `use` is entered for as long as the runner has to live. `num_tokens` is how
-        many the slot holds; it may know fewer of their ids. What is returned is
-        filled in when the commit has ended.
+        many the slot holds; it may know fewer of their ids. `has_new_tails` tells that
+        there is something to store besides blocks. What is returned is filled in when
+        the commit has ended.
         """
         store = self._store
         if store is None or not store.is_available:
@@ -101,6 +114,7 @@ class Committer:
             pool.release(slot)
             return CommitReport("dropped")
         commit = _Commit(slot, pool, sharing, reuse, num_tokens)
+        commit.has_new_tails = has_new_tails
         commit.use.enter_context(use)
         self._under_way.add(commit)
         task = asyncio.create_task(self._run(commit, store))
@@ -183,7 +197,8 @@ class Committer:
             return "nothing new"
         present = await self._present(commit, store)
         commit.report.present_blocks = sum(present)
-        if all(present) and len(present) == num_blocks:
+        is_stored = all(present) and len(present) == num_blocks
+        if is_stored and not commit.has_new_tails:
             return "nothing new"
         file = await self._save(commit)
         commit.use.close()
@@ -199,6 +214,8 @@ class Committer:
     async def _present(self, commit: "_Commit", store: BlockStore) -> list[bool]:
         """Ask which of the known blocks are stored; a put asks again anyway."""
         keys = commit.keys(commit.expected)
+        if not commit.sharing.layout.has_attention:
+            return [True] * (commit.num_tokens // commit.sharing.block_size)
         try:
             return await store.contains(
                 keys, deadline_seconds=CONTAINS_DEADLINE_SECONDS
@@ -245,43 +262,31 @@ class Committer:
         file: SaveFile,
         present: Sequence[bool],
     ) -> str:
-        parsed = await asyncio.to_thread(_parse, file)
+        parsed = await asyncio.to_thread(_parse, file, commit.sharing.window_tokens)
         commit.check(parsed)
         if commit.slot.token_ids is commit.expected:  # not used since: now we know
-            commit.slot.token_ids = parsed.token_ids
+            commit.slot.hold(parsed.token_ids, parsed.tails)
         keys = commit.keys(parsed.token_ids)
-        known = [*present, *[False] * len(keys)]
-        blocks = [
-            BlockRef(key, index) for index, key in enumerate(keys) if not known[index]
-        ]
-        if not blocks:
+        num_known = len(present)
+        outcome = NOTHING_PUT
+        if commit.sharing.layout.has_attention:
+            blocks = [
+                BlockRef(key, index)
+                for index, key in enumerate(keys)
+                if index >= num_known or not present[index]
+            ]
+            layout = state.block_layout(parsed, commit.sharing.block_size)
+            outcome = await _put_patiently(commit, store, file, layout, blocks)
+        for num_blocks, place in commit.tails(parsed):
+            outcome += await _put_patiently(
+                commit,
+                store,
+                file,
+                state.payload_layout(*place),
+                [BlockRef(tail_key(keys[num_blocks - 1]), 0)],
+            )
+        if outcome == NOTHING_PUT:
             return "nothing new"
-        layout = state.block_layout(parsed, commit.sharing.block_size)
-        num_bytes = len(blocks) * layout.block_bytes
-
-        def put() -> Awaitable[PutOutcome]:
-            return store.put_from(
-                file.fd,
-                layout,
-                blocks,
-                fingerprint=commit.fingerprint,
-                deadline_seconds=2.0 + num_bytes / SLOWEST_PUT_BYTES_PER_SECOND,
-                options=commit.options,
-            )
-
-        try:
-            outcome = await put()
-        except StoreError:
-            if not await _comes_back(store, PUT_PATIENCE_SECONDS):
-                raise
-            outcome = await put()
-            # What the first one has stored is present now.
-            outcome = PutOutcome(
-                outcome.stored_blocks + outcome.present_blocks,
-                0,
-                outcome.failed_blocks,
-                outcome.stored_bytes + outcome.present_blocks * layout.block_bytes,
-            )
         report = commit.report
         report.stored_blocks = outcome.stored_blocks
         report.present_blocks += outcome.present_blocks
@@ -289,6 +294,43 @@ class Committer:
         report.stored_bytes = outcome.stored_bytes
         self._metrics.committed_bytes.inc(outcome.stored_bytes)
         return "refused" if outcome.failed_blocks else "stored"
+
+
+async def _put_patiently(
+    commit: "_Commit",
+    store: BlockStore,
+    file: SaveFile,
+    layout: BlockLayout,
+    blocks: Sequence[BlockRef],
+) -> PutOutcome:
+    """Put blocks of one layout; once more where the store was silent for a moment."""
+    if not blocks:
+        return NOTHING_PUT
+    num_bytes = len(blocks) * layout.block_bytes
+
+    def put() -> Awaitable[PutOutcome]:
+        return store.put_from(
+            file.fd,
+            layout,
+            blocks,
+            fingerprint=commit.fingerprint,
+            deadline_seconds=2.0 + num_bytes / SLOWEST_PUT_BYTES_PER_SECOND,
+            options=commit.options,
+        )
+
+    try:
+        return await put()
+    except StoreError:
+        if not await _comes_back(store, PUT_PATIENCE_SECONDS):
+            raise
+        outcome = await put()
+        # What the first one has stored is present now.
+        return PutOutcome(
+            outcome.stored_blocks + outcome.present_blocks,
+            0,
+            outcome.failed_blocks,
+            outcome.stored_bytes + outcome.present_blocks * layout.block_bytes,
+        )
 
 
 class _Commit:
@@ -313,6 +355,7 @@ class _Commit:
         )
         self.report = CommitReport()
         self.expected = slot.token_ids
+        self.has_new_tails = False
         self.done = asyncio.Event()
         self.use = ExitStack()
         self._pool: SlotPool | None = pool
@@ -335,6 +378,13 @@ class _Commit:
             block_size=self.sharing.block_size,
             fingerprint=self.fingerprint,
         )
+
+    def tails(self, parsed: state.ParsedState) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield the tails at the ends of blocks: how many blocks, place in the file."""
+        for num_tokens, place in parsed.tails.items():
+            num_blocks, rest = divmod(num_tokens, self.sharing.block_size)
+            if not rest:
+                yield num_blocks, place
 
     def check(self, parsed: state.ParsedState) -> None:
         """Raise SlotError unless the file holds what the slot should hold."""
@@ -361,6 +411,6 @@ async def _comes_back(store: BlockStore, patience_seconds: float) -> bool:
     return store.is_available
 
 
-def _parse(file: SaveFile) -> state.ParsedState:
+def _parse(file: SaveFile, window_tokens: int) -> state.ParsedState:
     with mmap.mmap(file.fd, file.size, prot=mmap.PROT_READ) as view:
-        return state.parse(view, file.size)
+        return state.parse(view, file.size, window_tokens=window_tokens)

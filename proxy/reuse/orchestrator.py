@@ -18,13 +18,13 @@ Rules:
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
 import numpy as np
 
-from proxy.blocks import Fingerprint
+from proxy.blocks import BlockKey, Fingerprint
 from proxy.errors import (
     KvbusError,
     RequestError,
@@ -34,11 +34,18 @@ from proxy.errors import (
     StoreError,
     UpstreamError,
 )
+from proxy.llamacpp import state
 from proxy.llamacpp.runner import Sharing
 from proxy.llamacpp.totals import EngineTotals
 from proxy.metrics import Metrics
-from proxy.prefix.hashing import hash_blocks, leading_true
+from proxy.prefix.hashing import hash_blocks
 from proxy.reuse.arbiter import CostModel, decide
+from proxy.reuse.boundaries import (
+    CHECKPOINT_DISTANCE,
+    SeenBlocks,
+    choose_boundaries,
+    make_boundaries,
+)
 from proxy.reuse.committer import Committer
 from proxy.reuse.lessons import Lessons
 from proxy.reuse.models import MAX_DEATHS, Model, ModelCatalog
@@ -53,6 +60,7 @@ from proxy.reuse.request_log import RequestLog
 from proxy.reuse.restoring import Restorer
 from proxy.reuse.shifts import may_have_shifted
 from proxy.reuse.slots import NO_TOKENS, Slot
+from proxy.reuse.stored import StoredPrefix, keys_to_ask, read_answer
 from proxy.reuse.switch import SharingSwitch
 from proxy.reuse.trace import NO_PLAN, RUNNING, CommitReport, TurnTrace
 from proxy.reuse.turn import ActiveTurn
@@ -95,6 +103,7 @@ class Orchestrator:
             Restorer(store=store, metrics=metrics, mode=mode) if store else None
         )
         self._lessons = Lessons(metrics)
+        self._seen = SeenBlocks()
 
     async def drain(self, *, timeout_seconds: float) -> None:
         """Finish the commits that are under way, or give them up."""
@@ -171,6 +180,7 @@ class Orchestrator:
         token_ids, namespace = request.token_ids, request.reuse.namespace
         trace.runner_id, trace.slot_id = slot.runner.runner_id, slot.slot_id
         trace.plan, trace.restored_tokens, trace.restored_bytes = NO_PLAN, 0, 0
+        turn.start_over()
         turn.keeps_slot = slot.namespace == namespace
         if not turn.keeps_slot:
             slot.forget()  # until the engine has: this turn may be given up before
@@ -197,8 +207,23 @@ class Orchestrator:
             await _empty(turn)
         # from here on the slot's old contents beyond the common prefix are gone
         shared = slot.shared_tokens(token_ids, namespace)
-        slot.token_ids = slot.token_ids[:shared]
+        slot.hold(slot.token_ids[:shared], slot.boundaries or ())
+        if turn.wanted:
+            await self._prefill_to_boundaries(turn)
         self._metrics.decisions.labels(trace.plan.decision, trace.plan.reason).inc()
+
+    async def _prefill_to_boundaries(self, turn: ActiveTurn) -> None:
+        """Prefill the prompt in pieces. Fails open: the rest is forwarded as it is."""
+        try:
+            await make_boundaries(turn)
+        except (RunnerGone, UpstreamError) as exc:
+            self._metrics.failed_open.labels("slot").inc()
+            logger.warning(
+                "event=failed_open id=%s runner=%s stage=boundary reason=%r",
+                turn.request_id,
+                turn.trace.runner_id,
+                str(exc),
+            )
 
     async def _plan_and_restore(self, turn: ActiveTurn, costs: CostModel) -> ReusePlan:
         trace, request = turn.trace, turn.request
@@ -214,33 +239,59 @@ class Orchestrator:
         keys = hash_blocks(
             request.token_ids, block_size=sharing.block_size, fingerprint=fingerprint
         )
-        stored = 0
+        stored = StoredPrefix()
         if len(keys) * sharing.block_size > trace.slot_tokens:
             await self._wait_for_commit(turn, fingerprint, costs)
             with trace.stage("lookup"):
                 found = await self._store.contains(
-                    keys, deadline_seconds=LOOKUP_DEADLINE_SECONDS
+                    keys_to_ask(sharing.layout, keys),
+                    deadline_seconds=LOOKUP_DEADLINE_SECONDS,
                 )
-            stored = leading_true(found) * sharing.block_size
+            stored = read_answer(sharing.layout, len(keys), found)
+        stored_tokens = stored.restorable_blocks * sharing.block_size
         plan = decide(
             Lookup(
                 prompt_tokens=trace.prompt_tokens,
                 slot_tokens=trace.slot_tokens,
-                stored_tokens=stored,
-                kv_bytes_per_token=sharing.layout.kv_bytes_per_token,
+                stored_tokens=stored_tokens,
+                stored_bytes=state.file_bytes(sharing.layout, stored_tokens),
             ),
             costs=costs,
             mode=self._mode,
             now=time.monotonic(),
         )
-        self._count_lookup(plan, stored=stored, slot_tokens=trace.slot_tokens)
+        self._count_lookup(plan, stored=stored_tokens, slot_tokens=trace.slot_tokens)
         if plan.decision is Decision.RESTORE:
             trace.plan = plan
             num_blocks = plan.restore_tokens // sharing.block_size
             await self._restorer.restore(
                 turn, sharing, fingerprint, keys[:num_blocks], costs
             )
+        turn.wanted = self._boundaries(turn, sharing, keys, stored, costs)
         return plan
+
+    def _boundaries(
+        self,
+        turn: ActiveTurn,
+        sharing: Sharing,
+        keys: Sequence[BlockKey],
+        stored: StoredPrefix,
+        costs: CostModel,
+    ) -> list[int]:
+        """Return where the engine shall keep what later prompts can go on from."""
+        reuse, trace = turn.request.reuse, turn.trace
+        if sharing.layout.tail is None or not reuse.write:
+            return []
+        held = turn.slot.shared_tokens(turn.request.token_ids, reuse.namespace)
+        return choose_boundaries(
+            prompt_tokens=trace.prompt_tokens,
+            block_size=sharing.block_size,
+            held_tokens=held,
+            seen_blocks=self._seen.count(keys),
+            stored=stored,
+            costs=costs,
+            mode=self._mode,
+        )
 
     async def _wait_for_commit(
         self, turn: ActiveTurn, fingerprint: Fingerprint, costs: CostModel
@@ -292,7 +343,7 @@ class Orchestrator:
                 trace.commit = self._hand_over(turn, model, totals)
             except Exception:  # an answer that we do not understand
                 logger.exception("event=turn.defect id=%s", trace.request_id)
-                turn.slot.token_ids = NO_TOKENS
+                turn.slot.hold(NO_TOKENS)
                 model.pool.release(turn.slot)
             try:
                 self._lessons.learn(turn, model, totals)
@@ -314,9 +365,12 @@ class Orchestrator:
         if is_shifted and slot.runner.shifts_context:
             slot.forget()
         elif is_shifted or len(prompt_ids) != totals.prompt_tokens:
-            slot.token_ids = NO_TOKENS  # not known any more
+            slot.hold(NO_TOKENS)  # not known any more
         else:
-            slot.token_ids = np.concatenate([prompt_ids, turn.reply_ids()])
+            slot.hold(
+                np.concatenate([prompt_ids, turn.reply_ids()]),
+                [*(slot.boundaries or ()), len(prompt_ids) - CHECKPOINT_DISTANCE],
+            )
         sharing = _sharing(turn)
         obstacle = ""
         if not reuse.write:
@@ -337,6 +391,7 @@ class Orchestrator:
             sharing=sharing,
             reuse=reuse,
             num_tokens=num_tokens,
+            has_new_tails=bool(turn.boundaries),
         )
 
 

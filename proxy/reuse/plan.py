@@ -39,7 +39,8 @@ class Lookup:
     """Leading tokens that the leased slot holds."""
     stored_tokens: int
     """Leading tokens, in whole blocks, that the store says it holds."""
-    kv_bytes_per_token: int
+    stored_bytes: int
+    """Of a slot file of so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

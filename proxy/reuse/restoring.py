@@ -9,16 +9,16 @@ Rules:
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from proxy.blocks import BlockKey, Fingerprint
+from proxy.blocks import BlockKey, BlockLayout, Fingerprint
 from proxy.errors import SlotError, StoreError, StoreTimeout
 from proxy.llamacpp import state
 from proxy.llamacpp.runner import Sharing
 from proxy.llamacpp.slot_files import RestoreFile
 from proxy.metrics import Metrics
-from proxy.prefix.hashing import TokenIds
+from proxy.prefix.hashing import TokenIds, tail_key
 from proxy.reuse.arbiter import CostModel
 from proxy.reuse.plan import RestoreMode
 from proxy.reuse.slots import NO_TOKENS, Slot
@@ -33,6 +33,9 @@ ALWAYS_FETCH_DEADLINE_SECONDS = 5.0
 """Who wants a restore whatever it costs waits longer for it."""
 
 RESTORE_TIMEOUT_SECONDS = 30.0
+
+END_MARK = bytes(16)
+"""Written behind a state: what an earlier one has left there is no part of it."""
 
 
 class Restorer:
@@ -63,26 +66,24 @@ class Restorer:
         num_tokens = len(keys) * sharing.block_size
         token_ids = turn.request.token_ids[:num_tokens]
         num_bytes = state.file_bytes(sharing.layout, num_tokens)
-        file = await directory.acquire(num_bytes)
+        file = await directory.acquire(num_bytes + len(END_MARK))
         is_reusable = False
         started = time.monotonic()
         predicted = costs.fetch(num_bytes)
+        patience = max(self._patience, FETCH_DEADLINE_FACTOR * predicted)
+        frame = state.frame_parts(sharing.layout, token_ids)
         try:
             with trace.stage("fetch"):
                 arrived = await fill(
                     file,
-                    state.frame_parts(sharing.layout, token_ids),
-                    self._store.get_into(
+                    [*frame, (num_bytes, END_MARK)],
+                    fetch_state(
+                        self._store,
                         file.fd,
-                        state.block_layout_for(
-                            sharing.layout, num_tokens, block_size=sharing.block_size
-                        ),
-                        [BlockRef(key, index) for index, key in enumerate(keys)],
+                        sharing,
+                        keys,
                         fingerprint=fingerprint,
-                        deadline_seconds=max(
-                            self._patience,
-                            FETCH_DEADLINE_FACTOR * predicted,
-                        ),
+                        deadline_seconds=patience,
                     ),
                 )
             fetched = time.monotonic()
@@ -113,6 +114,44 @@ class Restorer:
         )
 
 
+async def fetch_state(
+    store: BlockStore,
+    fd: int,
+    sharing: Sharing,
+    keys: Sequence[BlockKey],
+    *,
+    fingerprint: Fingerprint,
+    deadline_seconds: float,
+) -> list[bool]:
+    """Have the rows of the blocks `keys` filled in, and the tail at their end, if any.
+
+    Returns what has arrived. Raises StoreError; the store may then still be writing.
+    """
+    layout, num_tokens = sharing.layout, len(keys) * sharing.block_size
+
+    def get(places: BlockLayout, blocks: Sequence[BlockRef]) -> Awaitable[list[bool]]:
+        return store.get_into(
+            fd,
+            places,
+            blocks,
+            fingerprint=fingerprint,
+            deadline_seconds=deadline_seconds,
+        )
+
+    gets = []
+    if layout.has_attention:
+        places = state.block_layout_for(
+            layout, num_tokens, block_size=sharing.block_size
+        )
+        gets.append(get(places, [BlockRef(key, i) for i, key in enumerate(keys)]))
+    tail_bytes = state.payload_bytes(layout, num_tokens)
+    for place in state.tail_frame(layout, num_tokens).places:
+        tail = BlockRef(tail_key(keys[-1]), 0)
+        gets.append(get(state.payload_layout(place, tail_bytes), [tail]))
+    answers = await asyncio.gather(*gets)
+    return [is_there for answer in answers for is_there in answer]
+
+
 async def fill(
     file: RestoreFile,
     frame: Iterable[tuple[int, bytes]],
@@ -133,10 +172,10 @@ async def fill(
 
 async def _load_slot(slot: Slot, name: str, token_ids: TokenIds) -> None:
     slot.runner.check_process()
-    slot.token_ids = NO_TOKENS  # a restore that fails empties the slot
+    slot.hold(NO_TOKENS)  # a restore that fails empties the slot
     claimed = await slot.runner.client.restore_slot(
         slot.slot_id, name, timeout_seconds=RESTORE_TIMEOUT_SECONDS
     )
     if claimed != len(token_ids):
         raise SlotError(f"the engine restored {claimed} of {len(token_ids)} tokens")
-    slot.token_ids = token_ids
+    slot.hold(token_ids, [len(token_ids)])

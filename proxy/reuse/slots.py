@@ -16,7 +16,7 @@ Rules:
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -47,16 +47,29 @@ class Slot:
     """None: what it holds must not be reused by anybody."""
     is_leased: bool = False
     last_used: int = 0
+    boundaries: tuple[int, ...] | None = None
+    """Where a memory that cannot be cut goes on from, in tokens, besides its end; None:
+    the memory can be cut anywhere."""
 
     def forget(self) -> None:
         """Let nobody reuse what it holds, whatever that is."""
         self.namespace, self.token_ids = None, NO_TOKENS
 
+    def hold(self, token_ids: TokenIds, boundaries: Iterable[int] = ()) -> None:
+        """Note what it holds now, and where a memory with a tail can go back to."""
+        self.token_ids = token_ids
+        if self.boundaries is not None:
+            held = {one for one in boundaries if 0 < one <= len(token_ids)}
+            self.boundaries = tuple(sorted(held))
+
     def shared_tokens(self, token_ids: TokenIds, namespace: str) -> int:
         """Return how many leading tokens of a prompt it holds for a namespace."""
         if self.namespace != namespace:
             return 0
-        return common_prefix_tokens(self.token_ids, token_ids)
+        shared = common_prefix_tokens(self.token_ids, token_ids)
+        if self.boundaries is None or shared == len(self.token_ids):
+            return shared
+        return max((one for one in self.boundaries if one <= shared), default=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -97,7 +110,12 @@ class SlotPool:
     def add_runner(self, runner: Runner) -> None:
         """Take in the (empty) slots of a runner that became ready."""
         self.drop_runner(runner)
-        self._slots += [Slot(runner, slot_id) for slot_id in range(runner.num_slots)]
+        sharing = runner.sharing
+        boundaries = () if sharing and sharing.layout.tail else None
+        self._slots += [
+            Slot(runner, slot_id, boundaries=boundaries)
+            for slot_id in range(runner.num_slots)
+        ]
         self._grant()
 
     def drop_runner(self, runner: Runner) -> None:

@@ -20,7 +20,13 @@ import numpy as np
 from proxy.errors import RunnerGone
 from proxy.llamacpp.answers import END_OF_EVENT, EngineAnswer
 from proxy.llamacpp.client import LlamaServerClient
-from proxy.llamacpp.totals import EngineTotals, TotalsScanner, is_final, read_event
+from proxy.llamacpp.totals import (
+    EngineTotals,
+    TotalsScanner,
+    is_final,
+    of_pieces,
+    read_event,
+)
 from proxy.prefix.hashing import TokenIds
 from proxy.reuse.plan import RequestedTurn
 from proxy.reuse.slots import NO_TOKENS, Slot
@@ -52,6 +58,12 @@ class ActiveTurn:
     is_refused: bool = False
     """Whether the runner answered with an error."""
     totals: EngineTotals | None = None
+    early: list[EngineTotals] = field(default_factory=list)
+    """Of the pieces of the prompt that were prefilled before it was forwarded."""
+    boundaries: list[int] = field(default_factory=list)
+    """Up to where they went, in tokens."""
+    wanted: list[int] = field(default_factory=list)
+    """Up to where they shall go."""
 
     @property
     def request_id(self) -> str:
@@ -78,6 +90,12 @@ class ActiveTurn:
         """How many tokens were restored from the store."""
         return self.trace.restored_tokens
 
+    def start_over(self) -> None:
+        """Forget what was prefilled for it: another slot knows nothing of that."""
+        self.early.clear()
+        self.boundaries.clear()
+        self.wanted = []
+
     def take_slot(self) -> None:
         """Note that what another namespace left in the slot is gone."""
         self.slot.namespace = self.request.reuse.namespace
@@ -91,7 +109,8 @@ class ActiveTurn:
         async with self._answered(self._ask_events, _next_event) as (events, event):
             while True:
                 if is_final(event):
-                    self.totals = read_event(event)
+                    self.totals = of_pieces(read_event(event), self.early)
+                    event = self._told_whole(event, self.totals)
                 else:
                     self.generated += event.get("tokens", ())
                 self.num_events += 1
@@ -103,6 +122,19 @@ class ActiveTurn:
                 if self.totals is not None:
                     return
                 event = await _next_event(events)
+
+    def _told_whole(
+        self, event: dict[str, Any], totals: EngineTotals
+    ) -> dict[str, Any]:
+        """Return the last event, with the prompt's earlier pieces counted in."""
+        if not self.early:
+            return event
+        counts = {
+            "cache_n": totals.cached_tokens,
+            "prompt_n": totals.prefilled_tokens,
+            "prompt_ms": 1e3 * (totals.prefill_seconds or 0.0),
+        }
+        return {**event, "timings": {**event["timings"], **counts}}
 
     @asynccontextmanager
     async def forward(self) -> AsyncIterator["RelayedAnswer"]:
@@ -252,7 +284,8 @@ class RelayedAnswer:
             turn.num_events += chunk.count(END_OF_EVENT)
             if is_read:
                 scanner.feed(chunk)
-                turn.totals = scanner.totals
+                totals = scanner.totals
+                turn.totals = totals and of_pieces(totals, turn.early)
             handed = time.monotonic()
             try:
                 yield chunk

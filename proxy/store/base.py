@@ -62,6 +62,18 @@ class PutOutcome:
     """Refused: no room, or the store is in trouble. Nothing of them is visible."""
     stored_bytes: int
 
+    def __add__(self, other: "PutOutcome") -> "PutOutcome":
+        """Return what became of the blocks of both."""
+        return PutOutcome(
+            self.stored_blocks + other.stored_blocks,
+            self.present_blocks + other.present_blocks,
+            self.failed_blocks + other.failed_blocks,
+            self.stored_bytes + other.stored_bytes,
+        )
+
+
+NOTHING_PUT = PutOutcome(0, 0, 0, 0)
+
 
 class BlockStore(Protocol):
     """A place where KV blocks live."""

@@ -13,7 +13,7 @@ Start = Callable[..., Kvbus]
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Return tiny models: four llamas of one shape, one with a window."""
+    """Return tiny models: four llamas of one shape."""
     directory = tmp_path_factory.mktemp("models")
     return {
         "tiny": write_tiny_model(directory / "tiny.gguf", seed=1),
@@ -24,9 +24,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             directory / "longrope.gguf", seed=1, longrope_tokens=4096
         ),
         "other": write_tiny_model(directory / "other.gguf", seed=2),
-        "window": write_tiny_model(
-            directory / "window.gguf", seed=1, architecture="gemma3"
-        ),
     }
 
 

@@ -164,21 +164,6 @@ def test_another_number_of_slots_and_context_shares(
     assert int(turn["reused_tokens"]) == int(turn["restored_tokens"]) > 1700
 
 
-def test_a_model_with_a_window_is_served_without_sharing(
-    kvbus: Kvbus, models: dict[str, Path]
-) -> None:
-    """Memory that is not understood yet is declined with its reason, not used."""
-    kvbus.start(
-        "--model", f"window={models['window']}", *store_arguments("disk", kvbus)
-    )
-    kvbus.generate("window", TEXT)
-    runner = kvbus.status()["models"][0]["runners"][0]
-    assert not runner["sharing"]
-    assert "not supported yet" in runner["reason"]
-    assert kvbus.turns()[-1]["result"] == "complete"
-    assert kvbus.status()["store"]["blocks"] == 0
-
-
 def test_restores_can_be_switched_off(kvbus: Kvbus, models: dict[str, Path]) -> None:
     """With --restore never blocks are stored but not restored."""
     kvbus.start(

@@ -177,9 +177,12 @@ def recurrent_samples(draw: st.DrawFn) -> RecurrentSample:
     )
 
 
-def payloads(saved: bytes | bytearray, *, block_size: int) -> list[bytes]:
+def payloads(
+    saved: bytes | bytearray, *, block_size: int, window_tokens: int = 0
+) -> list[bytes]:
     """Take a file apart as a store does: the payloads of its full blocks."""
-    places = state.block_layout(state.parse(saved, len(saved)), block_size)
+    parsed = state.parse(saved, len(saved), window_tokens=window_tokens)
+    places = state.block_layout(parsed, block_size)
     return [
         b"".join(saved[o : o + n] for o, n in places.pieces(index))
         for index in range(places.num_blocks)

@@ -16,7 +16,7 @@ def lookup(*, prompt: int = 2000, slot: int = 0, stored: int = 1920) -> Lookup:
         prompt_tokens=prompt,
         slot_tokens=slot,
         stored_tokens=stored,
-        kv_bytes_per_token=BYTES,
+        stored_bytes=stored * BYTES,
     )
 
 

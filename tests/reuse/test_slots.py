@@ -10,13 +10,14 @@ import pytest
 from proxy.errors import RequestError, RunnerGone, UpstreamError
 from proxy.llamacpp.runner import Runner
 from proxy.prefix.hashing import TokenIds
-from proxy.reuse.slots import MAX_WAITING, NO_TOKENS, SlotPool
+from proxy.reuse.slots import MAX_WAITING, NO_TOKENS, Slot, SlotPool
 
 
 @dataclass(eq=False)
 class TwoSlots:
     """As much of a runner as a pool looks at."""
 
+    sharing = None
     num_slots: int = 2
 
 
@@ -192,3 +193,22 @@ async def test_who_wants_all_slots_and_leaves_blocks_nobody() -> None:
     pool.drop_runner(first)
     with pytest.raises(RunnerGone):
         await waiting
+
+
+def test_a_memory_that_cannot_be_cut_is_reused_from_its_boundaries() -> None:
+    """Or from its end, where the prompt goes on with all that it holds."""
+    slot = Slot(runner(), 0, boundaries=())
+    held = np.arange(100, dtype=np.int32)
+    slot.hold(held, [0, 48, 80, 120])
+    assert slot.boundaries == (48, 80)
+    longer = np.arange(120, dtype=np.int32)
+    assert slot.shared_tokens(longer, "") == 100
+    for shared, usable in ((99, 80), (80, 80), (79, 48), (47, 0)):
+        prompt = np.concatenate([held[:shared], np.full(9, 999, dtype=np.int32)])
+        assert slot.shared_tokens(prompt, "") == usable
+    slot.hold(held[:80], slot.boundaries)
+    assert slot.boundaries == (48, 80)
+    plain = Slot(runner(), 0)
+    plain.hold(held, [48])
+    assert plain.boundaries is None
+    assert plain.shared_tokens(longer, "") == 100
