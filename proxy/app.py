@@ -104,6 +104,7 @@ class Application:
                     threads=options.threads,
                     cache_ram_mib=options.cache_ram,
                     block_size=options.block_size,
+                    is_opaque=options.opaque,
                     keep_alive_seconds=options.keep_alive,
                 ),
                 cache_dir=options.cache,

@@ -155,6 +155,13 @@ SETTINGS: tuple[Setting, ...] = (
         "tokens of a KV block in the store",
     ),
     Setting(
+        "opaque",
+        parse_flag,
+        "false",
+        "true|false",
+        "store whole slot files where their layout is not understood",
+    ),
+    Setting(
         "store",
         parse_store,
         "embedded",
@@ -266,6 +273,7 @@ class ServeOptions:
     cache_ram: int | None
     keep_alive: float
     block_size: int | None
+    opaque: bool
     store: str
     store_size: int | None
     store_disk: int

@@ -51,6 +51,8 @@ class EngineOptions:
     threads: int | None
     cache_ram_mib: int | None
     block_size: int | None
+    is_opaque: bool
+    """Whether slot files that are not understood are stored whole."""
     keep_alive_seconds: float
     """How long a model stays loaded without a use, where no request says."""
 
@@ -207,6 +209,7 @@ class Serving:
             block_size=self._engine.block_size,
             patience=patience,
             can_park=can_park,
+            is_opaque=self._engine.is_opaque,
         )
         model.runners.append(runner)
         return runner

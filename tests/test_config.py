@@ -225,6 +225,7 @@ def test_the_settings_of_a_store_are_all_that_it_reads(tmp_path: Path) -> None:
         "flash-attn": "off",
         "restore": "never",
         "response-headers": "true",
+        "opaque": "true",
         "origins": "*",
         "slot-dir": "/other",
         "log-level": "debug",

@@ -109,16 +109,19 @@ class Runner:
         block_size: int | None,
         patience: int,
         can_park: bool = False,
+        is_opaque: bool = False,
     ) -> None:
         """Describe a runner; after `patience` failures in a row it has failed.
 
-        `can_park` tells whether its process is ours to end and to start.
+        `can_park` tells whether its process is ours to end and to start, `is_opaque`
+        whether slot files that are not understood may be stored as they are.
         """
         self.runner_id = runner_id
         self.can_park = can_park
         self.facts = facts
         self._listener = listener
         self._block_size = block_size
+        self._is_opaque = is_opaque
         self._patience = patience
         # the mutable state, changed by the methods below only
         self.is_ready = False
@@ -325,6 +328,8 @@ class Runner:
             fields={
                 "model": self.facts.content_digest,
                 "layout": layout.digest_fields(),
+                # of a file that is not understood nothing can be adapted
+                "slots": self.num_slots if layout.is_opaque else 0,
                 "build": build,
                 "flags": "\0".join(kv_flags(flags)),
                 "rope_context": rope_context(
@@ -372,13 +377,26 @@ class Runner:
             data = os.pread(file.fd, file.size, 0)  # few tokens
         finally:
             file.close()
-        parsed = state.parse(data, len(data), window_tokens=self.facts.window_tokens)
-        if parsed.layout.tail is not None and not parsed.tails:
-            raise StateFormatError(
-                "the memory has a window or a recurrent state, and the engine saves no"
-                " checkpoints of it (it is too old, or --ctx-checkpoints is 0)"
+        try:
+            return _readable_layout(data, self.facts.window_tokens)
+        except StateFormatError as exc:
+            if not self._is_opaque:
+                raise
+            logger.info(
+                "runner=%s event=sharing.opaque reason=%r", self.runner_id, str(exc)
             )
-        return parsed.layout
+            return state.read_tokens(data, len(data))[0]
+
+
+def _readable_layout(data: bytes, window_tokens: int) -> state.StateLayout:
+    """Return the layout of a save. Raises StateFormatError if it cannot be shared."""
+    parsed = state.parse(data, len(data), window_tokens=window_tokens)
+    if parsed.layout.tail is not None and not parsed.tails:
+        raise StateFormatError(
+            "the memory has a window or a recurrent state, and the engine saves no"
+            " checkpoints of it (it is too old, or --ctx-checkpoints is 0)"
+        )
+    return parsed.layout
 
 
 def _read_props(props: Mapping[str, Any]) -> tuple[int, int]:

@@ -84,6 +84,7 @@ __all__ = [
     "payload_bytes",
     "payload_layout",
     "read",
+    "read_tokens",
     "tail_frame",
     "write_frame",
 ]
@@ -114,6 +115,15 @@ def read(buffer: Buffer, size: int) -> StateFile:
     Raises StateFormatError where it is not understood to the last byte.
     """
     return _without_frames(lambda: _read(buffer, size))
+
+
+def read_tokens(buffer: Buffer, size: int) -> tuple[StateLayout, NDArray[np.int32]]:
+    """Read the token list alone of a file whose memory is not understood.
+
+    Returns a layout that says nothing of the memory, and the tokens. Raises
+    StateFormatError, also for a file that holds media.
+    """
+    return _without_frames(lambda: _read_tokens(buffer, size))
 
 
 def parse(buffer: Buffer, size: int, *, window_tokens: int = 0) -> ParsedState:
@@ -169,8 +179,30 @@ def _without_frames(work: Callable[[], _T]) -> _T:
         del failure
 
 
-def _read(buffer: Buffer, size: int) -> StateFile:
-    raw = as_bytes(buffer)
+def _read_tokens(buffer: Buffer, size: int) -> tuple[StateLayout, NDArray[np.int32]]:
+    _, version, token_ids, num_media, is_packed = _read_head(as_bytes(buffer), size)
+    if num_media or not len(token_ids):
+        raise StateFormatError("a file of media, or of no tokens")
+    layout = StateLayout(
+        version=version,
+        has_packed_tokens=is_packed,
+        has_extended_cells=False,
+        n_stream=1,
+        v_trans=0,
+        n_rot_k=0,
+        n_rot_v=0,
+        k_layers=(),
+        v_layers=(),
+        has_attention=False,
+        is_opaque=True,
+    )
+    return layout, token_ids
+
+
+def _read_head(
+    raw: NDArray[np.uint8], size: int
+) -> tuple[int, int, NDArray[np.int32], int, bool]:
+    """Return where the memory begins, version, tokens, media, the list's form."""
     if not 0 <= size <= raw.size:
         raise StateFormatError(f"{size} bytes announced, {raw.size} there")
     reader = Reader(raw, 0, size)
@@ -180,13 +212,18 @@ def _read(buffer: Buffer, size: int) -> StateFile:
     if version not in KNOWN_VERSIONS:
         raise StateFormatError(f"sequence-state version {version} is not known")
     words = reader.words(reader.u32("length of the token list"), "token list")
-    token_ids, num_media, is_packed = _unpack_tokens(words)
+    return (reader.position, version, *_unpack_tokens(words))
+
+
+def _read(buffer: Buffer, size: int) -> StateFile:
+    raw = as_bytes(buffer)
+    start, version, token_ids, num_media, is_packed = _read_head(raw, size)
     return StateFile(
         version=version,
         has_packed_tokens=is_packed,
         token_ids=token_ids,
         num_media=num_media,
-        memory=read_memory(raw[:size], reader.position, version=version),
+        memory=read_memory(raw[:size], start, version=version),
     )
 
 

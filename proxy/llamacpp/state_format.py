@@ -105,6 +105,13 @@ class StateLayout:
     v_layers: tuple[RowFormat, ...]
     has_attention: bool = True
     tail: Tail | None = None
+    is_opaque: bool = False
+    """Whether nothing but the token list is understood."""
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether any leading tokens of it can be kept without the rest."""
+        return self.tail is None and not self.is_opaque
 
     @property
     def cell_words(self) -> int:
@@ -124,7 +131,8 @@ class StateLayout:
         words += [self.n_rot_k, self.n_rot_v, len(self.k_layers), len(self.v_layers)]
         for rows in (*self.k_layers, *self.v_layers):
             words += [rows.ggml_type, rows.row_bytes, rows.element_bytes]
-        return struct.pack(f"<{len(words)}q", *words) + _tail_digest_fields(self.tail)
+        digest = struct.pack(f"<{len(words)}q", *words) + _tail_digest_fields(self.tail)
+        return digest + b"opaque" * self.is_opaque
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ from proxy.prefix.hashing import (
 from proxy.reuse.arbiter import Line
 from proxy.reuse.plan import RequestedReuse
 from proxy.reuse.slots import Slot, SlotPool
+from proxy.reuse.snapshots import put_snapshot
 from proxy.reuse.trace import CommitReport
 from proxy.store.base import (
     NOTHING_PUT,
@@ -262,6 +263,46 @@ class Committer:
         file: SaveFile,
         present: Sequence[bool],
     ) -> str:
+        if commit.sharing.layout.is_opaque:
+            outcome = await self._put_snapshot(commit, store, file)
+        else:
+            outcome = await self._put_parts(commit, store, file, present)
+        if outcome == NOTHING_PUT:
+            return "nothing new"
+        report = commit.report
+        report.stored_blocks = outcome.stored_blocks
+        report.present_blocks += outcome.present_blocks
+        report.failed_blocks = outcome.failed_blocks
+        report.stored_bytes = outcome.stored_bytes
+        self._metrics.committed_bytes.inc(outcome.stored_bytes)
+        return "refused" if outcome.failed_blocks else "stored"
+
+    async def _put_snapshot(
+        self, commit: "_Commit", store: BlockStore, file: SaveFile
+    ) -> PutOutcome:
+        layout, token_ids = await asyncio.to_thread(_read_tokens, file)
+        commit.check_tokens(token_ids)
+        keys = commit.keys(token_ids)
+        if not keys or layout.digest_fields() != commit.sharing.layout.digest_fields():
+            return NOTHING_PUT
+        return await put_snapshot(
+            store,
+            file.fd,
+            file.size,
+            token_ids,
+            keys[-1],
+            fingerprint=commit.fingerprint,
+            deadline_seconds=2.0 + file.size / SLOWEST_PUT_BYTES_PER_SECOND,
+            options=commit.options,
+        )
+
+    async def _put_parts(
+        self,
+        commit: "_Commit",
+        store: BlockStore,
+        file: SaveFile,
+        present: Sequence[bool],
+    ) -> PutOutcome:
         parsed = await asyncio.to_thread(_parse, file, commit.sharing.window_tokens)
         commit.check(parsed)
         if commit.slot.token_ids is commit.expected:  # not used since: now we know
@@ -285,15 +326,7 @@ class Committer:
                 state.payload_layout(*place),
                 [BlockRef(tail_key(keys[num_blocks - 1]), 0)],
             )
-        if outcome == NOTHING_PUT:
-            return "nothing new"
-        report = commit.report
-        report.stored_blocks = outcome.stored_blocks
-        report.present_blocks += outcome.present_blocks
-        report.failed_blocks = outcome.failed_blocks
-        report.stored_bytes = outcome.stored_bytes
-        self._metrics.committed_bytes.inc(outcome.stored_bytes)
-        return "refused" if outcome.failed_blocks else "stored"
+        return outcome
 
 
 async def _put_patiently(
@@ -386,9 +419,9 @@ class _Commit:
             if not rest:
                 yield num_blocks, place
 
-    def check(self, parsed: state.ParsedState) -> None:
-        """Raise SlotError unless the file holds what the slot should hold."""
-        token_ids, expected = parsed.token_ids, self.expected
+    def check_tokens(self, token_ids: TokenIds) -> None:
+        """Raise SlotError unless these are what the slot should hold."""
+        expected = self.expected
         shared = common_prefix_tokens(token_ids, expected)
         missing = len(expected) - shared
         off = abs(len(token_ids) - self.num_tokens)
@@ -397,6 +430,10 @@ class _Commit:
                 f"the saved slot holds {len(token_ids)} tokens instead of"
                 f" {self.num_tokens}; {shared} of {len(expected)} known ones agree"
             )
+
+    def check(self, parsed: state.ParsedState) -> None:
+        """Raise SlotError unless the file holds what the slot should hold."""
+        self.check_tokens(parsed.token_ids)
         if parsed.num_media or not parsed.is_contiguous:
             raise SlotError("the saved cells are not one plain run of tokens")
         if parsed.layout.digest_fields() != self.sharing.layout.digest_fields():
@@ -409,6 +446,11 @@ async def _comes_back(store: BlockStore, patience_seconds: float) -> bool:
     while not store.is_available and time.monotonic() < deadline:  # noqa: ASYNC110 - a store has no event for it
         await asyncio.sleep(LOOK_SECONDS)
     return store.is_available
+
+
+def _read_tokens(file: SaveFile) -> tuple[state.StateLayout, TokenIds]:
+    with mmap.mmap(file.fd, file.size, prot=mmap.PROT_READ) as view:
+        return state.read_tokens(view, file.size)
 
 
 def _parse(file: SaveFile, window_tokens: int) -> state.ParsedState:

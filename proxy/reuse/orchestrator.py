@@ -60,6 +60,7 @@ from proxy.reuse.request_log import RequestLog
 from proxy.reuse.restoring import Restorer
 from proxy.reuse.shifts import may_have_shifted
 from proxy.reuse.slots import NO_TOKENS, Slot
+from proxy.reuse.snapshots import find_snapshot
 from proxy.reuse.stored import StoredPrefix, keys_to_ask, read_answer
 from proxy.reuse.switch import SharingSwitch
 from proxy.reuse.trace import NO_PLAN, RUNNING, CommitReport, TurnTrace
@@ -239,22 +240,35 @@ class Orchestrator:
         keys = hash_blocks(
             request.token_ids, block_size=sharing.block_size, fingerprint=fingerprint
         )
-        stored = StoredPrefix()
+        layout = sharing.layout
+        stored, snapshot = StoredPrefix(), None
         if len(keys) * sharing.block_size > trace.slot_tokens:
             await self._wait_for_commit(turn, fingerprint, costs)
             with trace.stage("lookup"):
-                found = await self._store.contains(
-                    keys_to_ask(sharing.layout, keys),
-                    deadline_seconds=LOOKUP_DEADLINE_SECONDS,
-                )
-            stored = read_answer(sharing.layout, len(keys), found)
+                if layout.is_opaque:
+                    snapshot = await find_snapshot(
+                        self._store,
+                        request.token_ids,
+                        keys,
+                        fingerprint=fingerprint,
+                        deadline_seconds=LOOKUP_DEADLINE_SECONDS,
+                    )
+                else:
+                    found = await self._store.contains(
+                        keys_to_ask(layout, keys),
+                        deadline_seconds=LOOKUP_DEADLINE_SECONDS,
+                    )
+                    stored = read_answer(layout, len(keys), found)
         stored_tokens = stored.restorable_blocks * sharing.block_size
+        stored_bytes = state.file_bytes(layout, stored_tokens)
+        if snapshot is not None:
+            stored_tokens, stored_bytes = snapshot.num_tokens, snapshot.num_bytes
         plan = decide(
             Lookup(
                 prompt_tokens=trace.prompt_tokens,
                 slot_tokens=trace.slot_tokens,
                 stored_tokens=stored_tokens,
-                stored_bytes=state.file_bytes(sharing.layout, stored_tokens),
+                stored_bytes=stored_bytes,
             ),
             costs=costs,
             mode=self._mode,
@@ -263,10 +277,15 @@ class Orchestrator:
         self._count_lookup(plan, stored=stored_tokens, slot_tokens=trace.slot_tokens)
         if plan.decision is Decision.RESTORE:
             trace.plan = plan
-            num_blocks = plan.restore_tokens // sharing.block_size
-            await self._restorer.restore(
-                turn, sharing, fingerprint, keys[:num_blocks], costs
-            )
+            if snapshot is not None:
+                await self._restorer.restore_snapshot(
+                    turn, fingerprint, snapshot, costs
+                )
+            else:
+                num_blocks = plan.restore_tokens // sharing.block_size
+                await self._restorer.restore(
+                    turn, sharing, fingerprint, keys[:num_blocks], costs
+                )
         turn.wanted = self._boundaries(turn, sharing, keys, stored, costs)
         return plan
 
@@ -391,7 +410,7 @@ class Orchestrator:
             sharing=sharing,
             reuse=reuse,
             num_tokens=num_tokens,
-            has_new_tails=bool(turn.boundaries),
+            has_new_tails=bool(turn.boundaries) or sharing.layout.is_opaque,
         )
 
 

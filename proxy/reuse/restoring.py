@@ -9,7 +9,7 @@ Rules:
 
 import asyncio
 import time
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from proxy.blocks import BlockKey, BlockLayout, Fingerprint
@@ -22,6 +22,7 @@ from proxy.prefix.hashing import TokenIds, tail_key
 from proxy.reuse.arbiter import CostModel
 from proxy.reuse.plan import RestoreMode
 from proxy.reuse.slots import NO_TOKENS, Slot
+from proxy.reuse.snapshots import Snapshot
 from proxy.reuse.turn import ActiveTurn
 from proxy.store.base import BlockRef, BlockStore
 
@@ -61,30 +62,66 @@ class Restorer:
         costs: CostModel,
     ) -> None:
         """Put the tokens of `keys` into the slot. Raises SlotError, StoreError."""
+        layout, num_tokens = sharing.layout, len(keys) * sharing.block_size
+        num_bytes = state.file_bytes(layout, num_tokens)
+
+        def fetch(fd: int, deadline_seconds: float) -> Coroutine[Any, Any, list[bool]]:
+            return fetch_state(
+                self._store,
+                fd,
+                sharing,
+                keys,
+                fingerprint=fingerprint,
+                deadline_seconds=deadline_seconds,
+            )
+
+        frame = state.frame_parts(layout, turn.request.token_ids[:num_tokens])
+        await self._restore(turn, num_tokens, num_bytes, frame, fetch, costs)
+
+    async def restore_snapshot(
+        self,
+        turn: ActiveTurn,
+        fingerprint: Fingerprint,
+        snapshot: Snapshot,
+        costs: CostModel,
+    ) -> None:
+        """Put a whole slot file into the slot. Raises SlotError, StoreError."""
+        num_tokens, num_bytes = snapshot.num_tokens, snapshot.num_bytes
+
+        def fetch(fd: int, deadline_seconds: float) -> Coroutine[Any, Any, list[bool]]:
+            return self._store.get_into(
+                fd,
+                state.payload_layout(0, num_bytes),
+                [BlockRef(snapshot.key, 0)],
+                fingerprint=fingerprint,
+                deadline_seconds=deadline_seconds,
+            )
+
+        await self._restore(turn, num_tokens, num_bytes, [], fetch, costs)
+
+    async def _restore(
+        self,
+        turn: ActiveTurn,
+        num_tokens: int,
+        num_bytes: int,
+        frame: Iterable[tuple[int, bytes]],
+        fetch: Callable[[int, float], Coroutine[Any, Any, list[bool]]],
+        costs: CostModel,
+    ) -> None:
         slot, trace = turn.slot, turn.trace
         directory = slot.runner.directory
-        num_tokens = len(keys) * sharing.block_size
         token_ids = turn.request.token_ids[:num_tokens]
-        num_bytes = state.file_bytes(sharing.layout, num_tokens)
         file = await directory.acquire(num_bytes + len(END_MARK))
         is_reusable = False
         started = time.monotonic()
         predicted = costs.fetch(num_bytes)
         patience = max(self._patience, FETCH_DEADLINE_FACTOR * predicted)
-        frame = state.frame_parts(sharing.layout, token_ids)
         try:
             with trace.stage("fetch"):
                 arrived = await fill(
                     file,
                     [*frame, (num_bytes, END_MARK)],
-                    fetch_state(
-                        self._store,
-                        file.fd,
-                        sharing,
-                        keys,
-                        fingerprint=fingerprint,
-                        deadline_seconds=patience,
-                    ),
+                    fetch(file.fd, patience),
                 )
             fetched = time.monotonic()
             if not all(arrived):

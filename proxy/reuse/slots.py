@@ -111,7 +111,8 @@ class SlotPool:
         """Take in the (empty) slots of a runner that became ready."""
         self.drop_runner(runner)
         sharing = runner.sharing
-        boundaries = () if sharing and sharing.layout.tail else None
+        can_cut = sharing is None or sharing.layout.can_be_cut
+        boundaries = None if can_cut else ()
         self._slots += [
             Slot(runner, slot_id, boundaries=boundaries)
             for slot_id in range(runner.num_slots)

@@ -30,13 +30,14 @@ class Kvbus:
         self.process: subprocess.Popen[str] | None = None
         self.url = ""
         self.asked = 0
+        self.module = "proxy"
 
     def start(self, *arguments: str, **environment: str) -> "Kvbus":
         """Start it and wait for its ready line."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "proxy", "serve",
+                    sys.executable, "-m", self.module, "serve",
                     "--listen", "127.0.0.1:0",
                     "--runtime-dir", str(self.runtime_dir),
                     "--slot-dir", str(self.slot_root),
