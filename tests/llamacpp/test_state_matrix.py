@@ -8,7 +8,9 @@ import gguf
 import pytest
 
 from proxy.llamacpp import state
+from proxy.llamacpp.state_format import RecurrentTail, WindowTail
 from proxy.llamacpp.state_sections import AttentionSection, RecurrentSection
+from proxy.reuse.boundaries import CHECKPOINT_DISTANCE
 from tests.llamacpp.state_samples import compose, payloads
 from tests.model_shapes import HEAD_DIM as SMALL_HEAD_DIM
 from tests.model_shapes import SLIDING_WINDOW, Architecture
@@ -33,8 +35,9 @@ OFF = (
     ("iq4_nl", "f32"),
 )
 OTHERS: tuple[Architecture, ...] = ("qwen2", "qwen3", "qwen2vl", "deci", "deepseek2")
-WINDOW = "several attention caches (sliding window or sparse)"
+WINDOW = "attention and a window"
 HYBRID = "attention and recurrent"
+RECURRENT = "recurrent"
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def attention_settings() -> list[Setting]:
 
 
 def other_settings() -> list[tuple[Setting, str]]:
-    """Give the kinds that are not shared, and the reasons."""
+    """Give the kinds that cannot be cut anywhere, and what they are."""
     kinds: dict[Architecture, str] = {
         "gemma3": WINDOW,
         "gpt-oss": WINDOW,
@@ -103,7 +106,7 @@ def other_settings() -> list[tuple[Setting, str]]:
         "granitehybrid": HYBRID,
         "falcon-h1": HYBRID,
         "qwen3next": HYBRID,
-        "mamba": "recurrent",
+        "mamba": RECURRENT,
     }
     return [
         (setting, reason)
@@ -218,10 +221,10 @@ def is_quantised(kind: str) -> bool:
 
 
 @pytest.mark.parametrize(("setting", "reason"), other_settings(), ids=str)
-def test_other_kinds_are_read_to_their_end_and_declined(
+def test_memories_with_tails_are_read_to_their_end(
     setting: Setting, reason: str, tmp_path: Path
 ) -> None:
-    """Saves of one token, of many and of none: all sections, and the reason."""
+    """Saves of one token, of many and of none: all sections, and their tails."""
     slot = setting.slots - 1
     with running(
         write_model(tmp_path, setting), *setting.flags, parallel=setting.slots
@@ -242,7 +245,7 @@ def check_memory(
     sections = file.memory.sections
     attention = [part for part in sections if isinstance(part, AttentionSection)]
     recurrent = [part for part in sections if isinstance(part, RecurrentSection)]
-    assert len(attention) == {WINDOW: 2, HYBRID: 1, "recurrent": 0}[reason]
+    assert len(attention) == {WINDOW: 2, HYBRID: 1, RECURRENT: 0}[reason]
     assert len(recurrent) == (reason != WINDOW)
     assert len(sections) == len(attention) + len(recurrent)
     for part in attention:
@@ -263,6 +266,24 @@ def check_memory(
         (kept,) = point.sections
         assert isinstance(kept, type(sections[-1]))
     assert bool(file.memory.checkpoints) == (num_tokens == len(LONG_PROMPT))
-    with pytest.raises(state.UnsupportedStateError) as caught:
-        state.parse(data, len(data))
-    assert caught.value.reason == reason
+    check_tails(data, reason, num_tokens=num_tokens)
+
+
+def check_tails(data: bytes, reason: str, *, num_tokens: int) -> None:
+    """Compare what can be shared of a save with what the kind of memory has."""
+    window_tokens = SLIDING_WINDOW if reason == WINDOW else 0
+    if reason == WINDOW:  # it is not told from other second caches
+        with pytest.raises(state.UnsupportedStateError, match="known as a window"):
+            state.parse(data, len(data))
+    parsed = state.parse(data, len(data), window_tokens=window_tokens)
+    layout = parsed.layout
+    assert layout.has_attention == (reason != RECURRENT)
+    assert parsed.is_contiguous
+    kind = WindowTail if reason == WINDOW else RecurrentTail
+    assert isinstance(layout.tail, kind)
+    assert len(parsed.tails) == len(state.read(data, len(data)).memory.checkpoints)
+    if num_tokens == len(LONG_PROMPT):
+        assert num_tokens - CHECKPOINT_DISTANCE in parsed.tails
+    for count, (offset, length) in parsed.tails.items():
+        assert length == state.payload_bytes(layout, count)
+        assert offset + length <= len(data)

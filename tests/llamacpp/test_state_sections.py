@@ -18,6 +18,7 @@ from proxy.llamacpp.state import (
     StateLayout,
     UnsupportedStateError,
 )
+from proxy.llamacpp.state_format import RecurrentTail, WindowTail
 from proxy.llamacpp.state_sections import AttentionSection, RecurrentSection
 from tests.llamacpp.state_samples import (
     RecurrentSample,
@@ -37,11 +38,7 @@ SAVES = Path(__file__).parent / "saves"
 BUILDS = {"10068": (2, False), "10566": (2, True), "11063": (3, True)}
 """Version of the file, and whether its token list is packed."""
 RECORDED_TOKENS = [7, 9, 4, 300, 12, 5, 8, 77, 31]
-DECLINED = {
-    "window": "several attention caches (sliding window or sparse)",
-    "hybrid": "attention and recurrent",
-    "recurrent": "recurrent",
-}
+WITH_TAILS = ("window", "hybrid", "recurrent")
 SHARED = ("llama", "transposed", "mrope", "latent")
 MAX_SECONDS = 2.0  # of the CPU, for a file that is made to take long
 
@@ -107,7 +104,13 @@ def test_every_memory_is_read_as_it_was_written(
         check_section(section, memory[-1])
         assert data[slice(*point.draft)] == b"abc"
         assert data[slice(*point.speculation)] == b""
-    if len(memory) > 1 or not isinstance(first, Sample):
+    kinds = [isinstance(sample, Sample) for sample in memory]
+    is_shared = kinds in ([False], [True, False])
+    if is_shared or (kinds == [True] and not tail):
+        parsed = state.parse(data, len(data))
+        assert (parsed.layout.tail is not None) == is_shared
+        assert not parsed.tails  # those of a draft model besides are left alone
+    else:
         with pytest.raises(UnsupportedStateError):
             state.parse(data, len(data))
 
@@ -155,18 +158,24 @@ def test_files_of_older_builds_are_understood(build: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("build", BUILDS)
-@pytest.mark.parametrize("kind", DECLINED)
-def test_other_memories_of_older_builds_are_read_and_declined(
+@pytest.mark.parametrize("kind", WITH_TAILS)
+def test_memories_of_older_builds_have_tails_but_none_saved(
     build: str, kind: str
 ) -> None:
-    """Windows, hybrids and recurrent states are read to the end, and named."""
+    """Windows, hybrids and recurrent states are read to the end."""
     saved = (SAVES / f"{build}-{kind}.bin").read_bytes()
     file = state.read(saved, len(saved))
     assert file.version == BUILDS[build][0]
     assert file.memory.sections[-1].stop == len(saved)
-    with pytest.raises(UnsupportedStateError) as caught:
-        state.parse(saved, len(saved))
-    assert caught.value.reason == DECLINED[kind]
+    parsed = state.parse(saved, len(saved), window_tokens=64)
+    assert isinstance(
+        parsed.layout.tail, WindowTail if kind == "window" else RecurrentTail
+    )
+    assert parsed.layout.has_attention == (kind != "recurrent")
+    assert not parsed.tails
+    if kind == "window":
+        with pytest.raises(UnsupportedStateError, match="known as a window"):
+            state.parse(saved, len(saved))
 
 
 def recorded() -> list[bytes]:
