@@ -33,10 +33,20 @@ def check_spread(spread: Mapping[str, float]) -> None:
 
 
 def check_agents(report: Mapping[str, Any]) -> None:
-    """Assert that kvbus prefilled least, within its bound, and restored something."""
+    """Assert that kvbus prefilled least, within its bound, and restored something.
+
+    An agent for whom a busy machine's store was late pays the prefix once more.
+    """
     one = report["results"]["rounds"][0]
-    assert one["kvbus"]["prefilled_tokens"] <= one["kvbus_bound_tokens"]
-    assert one["kvbus"]["restored_tokens"] > 0
+    asked = one["kvbus"]["requests"]
+    decisions = [request["decision"] for request in asked]
+    late = decisions.count("recompute") - 1
+    longest = max(request["num_prompt_tokens"] for request in asked)
+    assert 0 <= late < len(asked) - 1
+    bound = one["kvbus_bound_tokens"] + late * longest
+    assert one["kvbus"]["prefilled_tokens"] <= bound
+    is_restored = one["kvbus"]["restored_tokens"] > 0
+    assert is_restored == ("restore" in decisions)
     assert one["kvbus"]["prefilled_tokens"] < one["stock"]["prefilled_tokens"]
     cold = one["no reuse"]["requests"]
     assert all(r["num_prefilled_tokens"] == r["num_prompt_tokens"] for r in cold)

@@ -177,7 +177,10 @@ class Runner:
         self.sharing = None
         self.refusal = reason
         logger.warning(
-            "runner=%s event=sharing.refused reason=%r", self.runner_id, reason
+            "runner=%s event=sharing.refused model=%r reason=%r",
+            self.runner_id,
+            self.facts.name,
+            reason,
         )
 
     @property

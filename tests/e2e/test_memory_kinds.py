@@ -1,7 +1,11 @@
 """Models whose memory cannot be cut anywhere: windows, recurrent states, both."""
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.e2e.processes import Kvbus
@@ -66,3 +70,42 @@ def test_a_prefix_is_restored_where_two_prompts_have_parted(
     assert restored["prompt_eval_count"] == hot["prompt_eval_count"]
     assert kvbus.metric("kvbus_restore_ineffective_total") == 0
     assert kvbus.metric("kvbus_failed_open_total") == 0
+
+
+def is_at_boundary(kvbus: Kvbus) -> bool:
+    """Tell whether the latest request is being prefilled up to a boundary."""
+    if not kvbus.metric("kvbus_slots_leased"):
+        return False  # it may not have come yet
+    turn = kvbus.latest_request()["turn"]
+    return turn is not None and turn["stage"] == "boundary"
+
+
+def test_who_leaves_in_a_boundary_s_prefill_leaves_nothing(
+    kvbus: Kvbus, tmp_path: Path
+) -> None:
+    """The engine stops, the slot is free, and the next prompt is served."""
+    model = write_tiny_model(tmp_path / "m.gguf", seed=3, architecture="lfm2")
+    start(kvbus, model, "--ctx", "32768")
+    body = {"model": "m", "prompt": TEXT * 8, "raw": True, "stream": False}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{kvbus.url}/api/generate", json=body, timeout=0.5, trust_env=False)
+    kvbus.wait(lambda: kvbus.metric("kvbus_slots_leased") == 0, what="a free slot")
+    assert kvbus.latest_request()["turn"]["result"] == "cancelled"
+    answer = kvbus.generate("m", TEXT + ENDS[0])
+    assert answer["prompt_eval_count"] == int(kvbus.turns()[-1]["prompt_tokens"])
+    assert kvbus.metric("kvbus_failed_open_total") == 0
+
+
+def test_a_runner_that_dies_in_a_boundary_s_prefill_costs_time_only(
+    kvbus: Kvbus, tmp_path: Path
+) -> None:
+    """The prompt is answered by the process that comes after it."""
+    model = write_tiny_model(tmp_path / "m.gguf", seed=3, architecture="lfm2")
+    start(kvbus, model, "--ctx", "32768")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(kvbus.generate, "m", TEXT * 8)
+        kvbus.wait(lambda: is_at_boundary(kvbus), what="the boundary's prefill")
+        os.kill(kvbus.runner_pids()[0], signal.SIGKILL)
+        answer = asked.result(90)
+    assert answer["done_reason"] == "length"
+    assert kvbus.latest_request()["turn"]["deaths"] == 1
