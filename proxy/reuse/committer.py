@@ -123,26 +123,39 @@ class Committer:
         task.add_done_callback(self._tasks.discard)
         return commit.report
 
-    def coming_tokens(self, token_ids: TokenIds, fingerprint: Fingerprint) -> int:
-        """Tell how many leading tokens, in whole blocks, are worth waiting for."""
-        if time.monotonic() < self._waits_off_until:
+    def coming_tokens(
+        self, token_ids: TokenIds, fingerprint: Fingerprint, *, is_patient: bool
+    ) -> int:
+        """Tell how many leading tokens, in whole blocks, are worth waiting for.
+
+        Who is patient waits also where the last wait was in vain.
+        """
+        if not is_patient and time.monotonic() < self._waits_off_until:
             return 0
         commit = self._best_under_way(token_ids, fingerprint)
         return commit.shared_tokens(token_ids) if commit else 0
 
     async def wait_for(
-        self, token_ids: TokenIds, fingerprint: Fingerprint, *, timeout_seconds: float
+        self,
+        token_ids: TokenIds,
+        fingerprint: Fingerprint,
+        *,
+        timeout_seconds: float,
+        is_patient: bool,
     ) -> None:
         """Wait for the commit that `coming_tokens` speaks of.
 
-        At most `timeout_seconds`, and not much longer than such a commit takes.
+        At most `timeout_seconds`, and, unless patient, not much longer than such a
+        commit takes.
         """
         commit = self._best_under_way(token_ids, fingerprint)
         if commit is None:
             return
         spent = time.monotonic() - commit.started
         expected = WAIT_FACTOR * self._cost.predict(float(commit.num_bytes))
-        bound = min(timeout_seconds, max(MIN_WAIT_SECONDS, expected - spent))
+        bound = timeout_seconds
+        if not is_patient:
+            bound = min(bound, max(MIN_WAIT_SECONDS, expected - spent))
         try:
             async with asyncio.timeout(bound):
                 await commit.done.wait()

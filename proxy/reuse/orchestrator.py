@@ -72,6 +72,10 @@ logger = logging.getLogger("proxy.turn")
 LOOKUP_DEADLINE_SECONDS = 0.08
 """A store that is away or hung may cost one request at most 0.1 s, once."""
 
+PATIENCE_SECONDS = 5.0
+"""With `--restore always` a lookup, or a commit under way, is waited for so long; a
+store that gives no sign of life is given up as fast as ever."""
+
 MAX_BLOCK_BYTES = 32 << 20
 """Larger blocks than this, which a request may ask for, would crowd a store out."""
 
@@ -105,6 +109,9 @@ class Orchestrator:
         )
         self._lessons = Lessons(metrics)
         self._seen = SeenBlocks()
+        self._lookup_seconds = (
+            PATIENCE_SECONDS if mode is RestoreMode.ALWAYS else LOOKUP_DEADLINE_SECONDS
+        )
 
     async def drain(self, *, timeout_seconds: float) -> None:
         """Finish the commits that are under way, or give them up."""
@@ -251,12 +258,12 @@ class Orchestrator:
                         request.token_ids,
                         keys,
                         fingerprint=fingerprint,
-                        deadline_seconds=LOOKUP_DEADLINE_SECONDS,
+                        deadline_seconds=self._lookup_seconds,
                     )
                 else:
                     found = await self._store.contains(
                         keys_to_ask(layout, keys),
-                        deadline_seconds=LOOKUP_DEADLINE_SECONDS,
+                        deadline_seconds=self._lookup_seconds,
                     )
                     stored = read_answer(layout, len(keys), found)
         stored_tokens = stored.restorable_blocks * sharing.block_size
@@ -317,12 +324,20 @@ class Orchestrator:
     ) -> None:
         """Wait for a prefix that is just being stored, if computing it takes longer."""
         token_ids, trace = turn.request.token_ids, turn.trace
-        coming = self._committer.coming_tokens(token_ids, fingerprint)
+        is_patient = self._mode is RestoreMode.ALWAYS
+        coming = self._committer.coming_tokens(
+            token_ids, fingerprint, is_patient=is_patient
+        )
         gain = coming - trace.slot_tokens
         if gain > 0 and self._mode is not RestoreMode.NEVER:
             with trace.stage("wait"):
                 await self._committer.wait_for(
-                    token_ids, fingerprint, timeout_seconds=costs.prefill(gain)
+                    token_ids,
+                    fingerprint,
+                    timeout_seconds=(
+                        PATIENCE_SECONDS if is_patient else costs.prefill(gain)
+                    ),
+                    is_patient=is_patient,
                 )
 
     def _refusal(self, request: RequestedTurn, sharing: Sharing | None) -> str:

@@ -54,7 +54,7 @@ def test_a_busy_runner_does_not_keep_its_prefix_to_itself(
         kvbus.generate("tiny", TEXT + "Two?")
         turn = kvbus.turns()[-1]
         assert turn["runner"] != kvbus.turns()[0]["runner"]
-        assert turn["decision"] == "restore"
+        assert turn["decision"] == "restore", kvbus.log_text()
         assert int(turn["reused_tokens"]) == int(turn["restored_tokens"]) > 1700
         index = int(kvbus.turns()[0]["runner"].rpartition("/")[2])
         os.kill(kvbus.runner_pids()[index], signal.SIGKILL)

@@ -126,7 +126,7 @@ async def inspected(runner: Runner, server: FakeLlamaServer) -> LlamaServerClien
 
 
 @asynccontextmanager
-async def bench() -> AsyncIterator[Bench]:
+async def bench(mode: RestoreMode = RestoreMode.ALWAYS) -> AsyncIterator[Bench]:
     """Build all of it; a restore is made whenever something is stored."""
     async with fake_llama_server() as server:
         metrics, store = Metrics(), MemoryStore()
@@ -146,7 +146,7 @@ async def bench() -> AsyncIterator[Bench]:
         orchestrator = Orchestrator(
             catalog=catalog,
             store=store,
-            mode=RestoreMode.ALWAYS,
+            mode=mode,
             metrics=metrics,
             switch=switch,
             log=log,
@@ -284,7 +284,7 @@ async def test_a_prefix_on_its_way_into_the_store_is_waited_for() -> None:
 
 async def test_a_wait_in_vain_is_the_last_for_a_while() -> None:
     """A store that is slow to take blocks costs one short wait, not one a turn."""
-    async with bench() as it:
+    async with bench(RestoreMode.AUTO) as it:
         release = asyncio.Event()
         real_put = it.store.put_from
 
