@@ -47,7 +47,8 @@ def check_agents(report: Mapping[str, Any]) -> None:
     assert one["kvbus"]["prefilled_tokens"] <= bound
     is_restored = one["kvbus"]["restored_tokens"] > 0
     assert is_restored == ("restore" in decisions)
-    assert one["kvbus"]["prefilled_tokens"] < one["stock"]["prefilled_tokens"]
+    if not late:
+        assert one["kvbus"]["prefilled_tokens"] < one["stock"]["prefilled_tokens"]
     cold = one["no reuse"]["requests"]
     assert all(r["num_prefilled_tokens"] == r["num_prompt_tokens"] for r in cold)
     for name in ("no reuse", "stock", "kvbus"):

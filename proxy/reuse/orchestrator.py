@@ -244,10 +244,14 @@ class Orchestrator:
                 reason=refusal,
             )
         fingerprint = sharing.fingerprint(request.reuse.namespace)
+        layout, token_ids = sharing.layout, request.token_ids
+        if not layout.can_be_cut:
+            # The last token is always evaluated: its logits are needed. A memory that
+            # cannot step back by it would be computed anew from the beginning.
+            token_ids = token_ids[:-1]
         keys = hash_blocks(
-            request.token_ids, block_size=sharing.block_size, fingerprint=fingerprint
+            token_ids, block_size=sharing.block_size, fingerprint=fingerprint
         )
-        layout = sharing.layout
         stored, snapshot = StoredPrefix(), None
         if len(keys) * sharing.block_size > trace.slot_tokens:
             await self._wait_for_commit(turn, fingerprint, costs)
